@@ -1,0 +1,1 @@
+"""Stage 1: images and captions in, a store out."""

@@ -1,0 +1,1 @@
+"""The store: its format, its readers and its writers."""

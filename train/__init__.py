@@ -1,0 +1,1 @@
+"""Stage 2: a store in, a LoRA out, with only the U-Net in memory."""
