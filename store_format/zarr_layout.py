@@ -1,0 +1,230 @@
+"""Shards as Zarr v3 groups (FORMAT.md, section 7.1).
+
+The bytes of a sharded array of single-row chunks are so regular that they are written row by row as
+they come, at the speed of the disk, where one assignment through zarr-python would hold a shard in
+memory. zarr-python and tensorstore read the result; tests hold them to it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from store_format.commits import FileEntry, ShardEntry
+from store_format.files import HashedFile, flush_folder, publish, replace_file
+from store_format.manifest import TensorSpec
+from store_format.rows import Place, SampleRow, TextRow
+
+CRC_BYTES = 4
+_NAN_FILL: dict[str, Any] = {"float16": "NaN", "float32": "NaN", "bfloat16": 32704, "uint8": 0}
+_GROUP = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC32C = {"name": "crc32c"}
+
+
+def tensor_file(shard: str, spec: TensorSpec) -> str:
+    """Return the path, relative to the store, of the file that holds a shard's tensor."""
+    return f"{shard}/{spec.name}/c/{'/'.join('0' * (len(spec.shape) + 1))}"
+
+
+def _array_json(
+    shape: Sequence[int], dtype: str, fill_value: Any, codecs: list[dict[str, Any]]
+) -> bytes:
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(shape),
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": fill_value,
+            "codecs": codecs,
+            "attributes": {},
+            "storage_transformers": [],
+        },
+        indent=1,
+    ).encode()
+
+
+def _sharding(row_shape: tuple[int, ...], item_bytes: int) -> dict[str, Any]:
+    data = _BYTES if item_bytes > 1 else {"name": "bytes"}
+    return {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [1, *row_shape],
+            "codecs": [data, _CRC32C],
+            "index_codecs": [_BYTES, _CRC32C],
+            "index_location": "end",
+        },
+    }
+
+
+class ZarrShard:
+    """One shard in the making: rows are appended, then it is published whole."""
+
+    def __init__(
+        self,
+        root: Path,
+        staging: Path,
+        *,
+        name: str,
+        kind: Literal["samples", "texts"],
+        specs: Sequence[TensorSpec],
+        cells: tuple[int, int] | None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.size_bytes = 0
+        self._root = root
+        self._staged = staging / name.replace("/", "-")
+        self._specs = [(spec, spec.row_shape(cells)) for spec in specs]
+        self._files = [
+            HashedFile(self._staged / tensor_file("x", spec).removeprefix("x/")) for spec in specs
+        ]
+        self._rows: list[SampleRow | TextRow] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows appended so far."""
+        return len(self._rows)
+
+    def append(self, row: SampleRow | TextRow, tensors: Sequence[np.ndarray]) -> Place:
+        """Add one row; `tensors` in the order of the specs, each of its row shape and dtype."""
+        offsets, crcs = [], []
+        for (spec, shape), file, tensor in zip(self._specs, self._files, tensors, strict=True):
+            data = tensor_bytes(spec, shape, tensor)
+            crc = google_crc32c.value(data)
+            offsets.append(file.write(data.data))
+            file.write(crc.to_bytes(CRC_BYTES, "little"))
+            crcs.append(crc)
+            self.size_bytes += len(data) + CRC_BYTES
+        self._rows.append(row)
+        return Place(self.name, len(self._rows) - 1, tuple(offsets), tuple(crcs))
+
+    def finish(self) -> ShardEntry:
+        """Complete, flush and publish the shard; it counts once a commit lists the result."""
+        num_rows = len(self._rows)
+        entries: list[FileEntry] = []
+        for (spec, shape), file in zip(self._specs, self._files, strict=True):
+            chunk_bytes = file.size_bytes // num_rows
+            spans = np.empty((num_rows, 2), "<u8")  # [rows, (offset, bytes)]
+            spans[:, 0] = np.arange(num_rows, dtype=np.uint64) * chunk_bytes
+            spans[:, 1] = chunk_bytes
+            footer = spans.tobytes()
+            file.write(footer + google_crc32c.value(footer).to_bytes(CRC_BYTES, "little"))
+            entries.append(
+                FileEntry(
+                    path=tensor_file(self.name, spec), bytes=file.size_bytes, sha256=file.close()
+                )
+            )
+            meta = _array_json(
+                (num_rows, *shape),
+                spec.numpy_dtype.name,
+                _NAN_FILL[spec.dtype],
+                [_sharding(shape, spec.numpy_dtype.itemsize)],
+            )
+            entries.append(self._add(f"{spec.name}/zarr.json", meta))
+        entries.append(self._add("zarr.json", json.dumps(_GROUP).encode()))
+        for name, array in self._plain_arrays().items():
+            entries += self._add_plain(name, array)
+        if self.kind == "samples":
+            num_texts = max(len(row.texts) for row in self._rows if isinstance(row, SampleRow))
+            self._add_plain("live", np.zeros(num_rows, np.bool_))
+            self._add_plain("text_key", np.zeros((num_rows, num_texts, 16), np.uint8))
+        _publish_groups(self._root, self._staged.parent, self.name)
+        for folder in (self._staged, *self._staged.rglob("*/")):
+            flush_folder(folder)
+        publish(self._staged, self._root / self.name)
+        return ShardEntry(name=self.name, kind=self.kind, rows=num_rows, files=tuple(entries))
+
+    def abandon(self) -> None:
+        """Close the files of a shard that will not be finished."""
+        for file in self._files:
+            file.abandon()
+
+    def _plain_arrays(self) -> dict[str, np.ndarray]:
+        if self.kind == "texts":
+            keys = [row.text_key for row in self._rows if isinstance(row, TextRow)]
+            return {"text_key": _ids(keys)}
+        rows = [row for row in self._rows if isinstance(row, SampleRow)]
+        return {
+            "sample_id": _ids([row.sample_id for row in rows]),
+            "variant": np.array([row.variant for row in rows], "<i2"),
+        }
+
+    def _add(self, path: str, data: bytes) -> FileEntry:
+        file = HashedFile(self._staged / path)
+        file.write(data)
+        return FileEntry(path=f"{self.name}/{path}", bytes=len(data), sha256=file.close())
+
+    def _add_plain(self, name: str, array: np.ndarray) -> list[FileEntry]:
+        codec = _BYTES if array.dtype.itemsize > 1 else {"name": "bytes"}
+        fill = False if array.dtype == np.bool_ else 0
+        meta = _array_json(array.shape, array.dtype.name, fill, [codec])
+        chunk = f"{name}/c/{'/'.join('0' * array.ndim)}"
+        return [self._add(f"{name}/zarr.json", meta), self._add(chunk, array.tobytes())]
+
+
+def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], tensor: np.ndarray) -> NDArray[np.uint8]:
+    """Return a tensor's bytes in C order, flat, after checking that it is what the spec declares."""
+    assert tensor.shape == shape, f"{spec.name}: shape {tensor.shape}, declared {shape}"
+    assert tensor.dtype == spec.numpy_dtype, f"{spec.name}: dtype {tensor.dtype}"
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
+def write_view(
+    root: Path, staging: Path, shard: str, live: np.ndarray, text_keys: Sequence[Sequence[str]]
+) -> None:
+    """Bring the `live` and `text_key` arrays of a sample shard up to date, if they are not.
+
+    Args:
+        root: the store.
+        staging: its staging folder.
+        shard: the shard's name.
+        live: [rows] bool.
+        text_keys: for each row its texts' keys; empty for dead rows.
+    """
+    folder = root / shard / "text_key"
+    num_texts = json.loads((folder / "zarr.json").read_bytes())["shape"][1]
+    widest = max((len(keys) for keys in text_keys), default=0)
+    if widest > num_texts:  # the sample was given more texts than any row had at first
+        num_texts = widest
+        shape = (len(live), num_texts, 16)
+        meta = _array_json(shape, "uint8", 0, [{"name": "bytes"}])
+        replace_file(folder / "zarr.json", meta, staging)
+    keys = np.zeros((len(live), num_texts, 16), np.uint8)
+    for row, names in enumerate(text_keys):
+        if names:
+            keys[row, : len(names)] = _ids(names)
+    _replace_if_other(folder / "c/0/0/0", keys.tobytes(), staging)
+    _replace_if_other(root / shard / "live/c/0", live.astype(np.bool_).tobytes(), staging)
+
+
+def _replace_if_other(path: Path, data: bytes, staging: Path) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        replace_file(path, data, staging)
+
+
+def read_view(root: Path, shard: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the stored (`live` [rows] bool, `text_key` [rows, texts, 16] uint8) of a shard."""
+    live = np.frombuffer((root / shard / "live/c/0").read_bytes(), np.bool_)
+    keys = np.frombuffer((root / shard / "text_key/c/0/0/0").read_bytes(), np.uint8)
+    return live, keys.reshape(num_rows, -1, 16)
+
+
+def _publish_groups(root: Path, staging: Path, shard: str) -> None:
+    """Write the group metadata of the folders above a shard, where it is missing."""
+    for folder in reversed(Path(shard).parents):
+        path = root / folder / "zarr.json"
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            replace_file(path, json.dumps(_GROUP).encode(), staging)
+
+
+def _ids(ids: Sequence[str]) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex("".join(ids)), np.uint8).reshape(-1, 16)
