@@ -1,0 +1,417 @@
+"""A bake from start to end: scan, plan, encode, store, report.
+
+images -> scan -> plan -> (decode ahead in threads) -> encoders -> sink (a thread) -> store
+"""
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from precompute.buckets import cropped_fraction
+from precompute.config import BakeConfig
+from precompute.device import choose_compute_dtype, choose_device
+from precompute.model import ModelParts, downscale_of, open_model
+from precompute.pixels import decode
+from precompute.plan import FULL_NAMES, Action, BakeKeys, Plan, Work, make_plan
+from precompute.problems import ImageProblem, Problem, Reason
+from precompute.sink import ShardSink
+from precompute.source import scan_folder
+from precompute.texts import TextBank
+from store_format.errors import PrebakeError
+from store_format.files import replace_file
+from store_format.index import LiveIndex
+from store_format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorSpec,
+    check_same_bake,
+    read_manifest,
+)
+from store_format.progress import Progress
+from store_format.store import Store
+from store_format.writer import StoreWriter
+
+if TYPE_CHECKING:
+    from precompute.encoders import ImageEncoder, TextEncoder
+
+REPORT_NAME = "report.jsonl"
+DECODE_AHEAD_BATCHES = 3
+
+
+@dataclass
+class Summary:
+    """What a run did."""
+
+    plan: Plan
+    num_stored: int = 0
+    num_images_encoded: int = 0
+    num_captions_encoded: int = 0
+    num_captions_cut: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    buckets: Counter[tuple[int, int]] = field(default_factory=Counter)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+def prepare(config: BakeConfig) -> tuple[ModelParts, Manifest, BakeKeys]:
+    """Identify the model and say what store a bake makes; loads no weights onto a device."""
+    parts = open_model(config.model)
+    compute_dtype = choose_compute_dtype(config.compute_dtype, choose_device(config.device))
+    bake_keys = BakeKeys(config, parts.encoders, compute_dtype, parts.max_token_length)
+    stored = FULL_NAMES[config.dtype]
+    names = ("latents_mean", "latents_std") if config.posterior == "moments" else ("latents",)
+    channels = parts.encoders.vae.latent_channels
+    latents = [
+        TensorSpec(name=name, kind="variant", dtype=stored, shape=(channels, "h", "w"))
+        for name in names
+    ]
+    states = TensorSpec(
+        name="encoder_hidden_states",
+        kind="text",
+        dtype=stored,
+        shape=(parts.max_token_length, parts.encoders.text[0].width),
+    )
+    manifest = Manifest(
+        layout=config.format,
+        config={
+            "resolution": config.resolution,
+            "bucket_step": config.bucket_step,
+            "background": list(bake_keys.background),
+            "upscale": config.upscale,
+            "posterior": config.posterior,
+            "clip_skip": config.clip_skip,
+            "max_token_length": parts.max_token_length,
+            "compute_dtype": FULL_NAMES[compute_dtype],
+            "stored_dtype": stored,
+        },
+        encoders=parts.encoders,
+        base=parts.base,
+        downscale=downscale_of(parts.folder),
+        tensors=(*latents, states),
+        empty_text_key=bake_keys.text("").text_key,
+    )
+    if config.bucket_step % manifest.downscale:
+        raise PrebakeError(
+            f"--bucket-step {config.bucket_step}: must be a multiple of the VAE's "
+            f"{manifest.downscale} px a latent cell."
+        )
+    return parts, manifest, bake_keys
+
+
+def bake(
+    config: BakeConfig,
+    *,
+    say: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    dry_run: bool = False,
+) -> Summary:
+    """Bring the store at `config.out` up to date with `config.images`.
+
+    Args:
+        config: what to bake.
+        say: prints one line for the person who waits.
+        should_stop: asked between batches; True ends the run early, with all finished work kept.
+        dry_run: only make and print the plan.
+
+    Raises:
+        PrebakeError: the input, the model or the store is not what it should be.
+    """
+    start_s = time.monotonic()
+    scan = scan_folder(config.images)
+    for warning in scan.warnings:
+        say(f"warning: {warning}")
+    parts, manifest, bake_keys = prepare(config)
+    if (config.out / MANIFEST_NAME).exists():
+        check_same_bake(config.out, read_manifest(config.out), manifest)
+    if dry_run:
+        with Progress(len(scan.images), "files", "planning") as progress:
+            plan = make_plan(scan, LiveIndex(config.out), bake_keys, config, progress.advance)
+        describe_plan(plan, manifest, config, say)
+        return Summary(plan)
+    with StoreWriter(config.out, manifest) as writer:
+        with Progress(len(scan.images), "files", "planning") as progress:
+            plan = make_plan(scan, writer.index, bake_keys, config, progress.advance)
+        describe_plan(plan, manifest, config, say)
+        _check_drop(plan, config)
+        summary = _Run(config, parts, writer, bake_keys, plan, should_stop).run()
+        summary.seconds = time.monotonic() - start_s
+        _write_report(writer, summary)
+    expected = len(scan.images) + len(scan.problems)
+    accounted = plan.reused + summary.num_stored + len(summary.problems)
+    if accounted != expected and not summary.interrupted:
+        raise RuntimeError(f"{expected} files were found, {accounted} are accounted for")
+    return summary
+
+
+class _Run:
+    """One execution of a plan."""
+
+    def __init__(
+        self,
+        config: BakeConfig,
+        parts: ModelParts,
+        writer: StoreWriter,
+        bake_keys: BakeKeys,
+        plan: Plan,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._writer = writer
+        self._keys = bake_keys
+        self._should_stop = should_stop
+        self._store = Store(writer.root, writer.manifest, writer.index)
+        self._sink = ShardSink(
+            writer,
+            shard_bytes=config.shard_size_mib << 20,
+            shard_max_seconds=config.shard_max_seconds,
+        )
+        self._texts = TextBank(self._store, self._load_text_encoder, self._sink.reopen)
+        self._image_encoder: ImageEncoder | None = None
+        self._compute_dtype = str(writer.manifest.config["compute_dtype"])
+        self.summary = Summary(plan, problems=list(plan.problems))
+
+    def run(self) -> Summary:
+        """Do all that the plan says; leave a valid store however it ends."""
+        plan = self.summary.plan
+        try:
+            empty = self._keys.text("")
+            self._sink.put(texts=self._texts.add([empty], as_rows=True))
+            with Progress(sum(1 for _ in plan.samples()), "images", "baking") as progress:
+                self._progress = progress
+                for batch in self._batches(plan.to_write):
+                    if self._should_stop():
+                        self.summary.interrupted = True
+                        break
+                    self._store_batch(*batch)
+            self._sink.flush()
+        finally:
+            self._sink.close()
+        if not self.summary.interrupted:
+            if plan.dropped:
+                self._writer.commit(tombstones=plan.dropped)
+            self._writer.rewrite_shards_with_dead_rows()
+        self._writer.refresh_views()
+        self.summary.num_captions_encoded = self._texts.num_encoded
+        self.summary.num_captions_cut = self._texts.num_cut
+        if self._image_encoder is not None:
+            self.summary.num_images_encoded = self._image_encoder.num_encoded
+        self.summary.buckets.update((int(w), int(h)) for w, h in self._writer.index.buckets())
+        return self.summary
+
+    def _batches(
+        self, works: list[Work]
+    ) -> Iterator[tuple[list[Work], list[Future[tuple[str, NDArray[np.uint8]]]]]]:
+        """Yield works of one bucket, at most a batch, with pixels that are decoded ahead."""
+        batches = [
+            group[start : start + self._config.batch_size]
+            for _, in_bucket in groupby(works, key=lambda w: (w.bucket_px, w.row is None))
+            for group in [list(in_bucket)]
+            for start in range(0, len(group), self._config.batch_size)
+        ]
+        with ThreadPoolExecutor(self._config.num_workers, "prebake-decode") as pool:
+            ahead: deque[tuple[list[Work], list[Future[tuple[str, NDArray[np.uint8]]]]]] = deque()
+            try:
+                for batch in batches:
+                    futures = [pool.submit(self._decode, w) for w in batch if w.row is None]
+                    ahead.append((batch, futures))
+                    if len(ahead) > DECODE_AHEAD_BATCHES:
+                        yield ahead.popleft()
+                while ahead:
+                    yield ahead.popleft()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _decode(self, work: Work) -> tuple[str, NDArray[np.uint8]]:
+        """Read an image once; return the hash of its bytes and its pixels [H, W, 3]."""
+        data = work.image.file.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        if work.image_sha256 is not None and sha256 != work.image_sha256:
+            raise ImageProblem(
+                Reason.CHANGED_WHILE_BAKING, "its bytes differ from those that were planned"
+            )
+        return sha256, decode(data, work.size, work.geometry, self._keys.background)
+
+    def _store_batch(
+        self, works: list[Work], futures: list[Future[tuple[str, NDArray[np.uint8]]]]
+    ) -> None:
+        if works[0].row is None:
+            ready = self._encode(works, futures)
+        else:
+            ready = [(work, self._latents_of(work.row)) for work in works if work.row is not None]
+        shared = not self._writer.manifest.texts_inline
+        everyone = [w for work, _ in ready for w in (work, *work.same_pixels)]
+        if not everyone:
+            return
+        texts = [self._keys.text(work.image.caption) for work in everyone]
+        text_rows = self._texts.add(texts, as_rows=shared)
+        samples, relinked = [], []
+        for first, latents in ready:
+            for work in (first, *first.same_pixels):
+                assert first.image_sha256 is not None
+                row = self._keys.sample_row(work, first.image_sha256)
+                if shared and work.action is Action.TEXT_ONLY and work.row is not None:
+                    relinked.append(replace(row, place=self._store.sample(work.row).place))
+                else:
+                    inline = [] if shared else self._texts.tensors(row.texts[0])
+                    samples.append((row, [*latents, *inline]))
+        self._sink.put(samples, text_rows, relinked)
+        self.summary.num_stored += len(samples) + len(relinked)
+        self._progress.advance(len(everyone))
+
+    def _latents_of(self, row: int) -> list[NDArray[np.generic]]:
+        batch = self._store.read([row])
+        return [batch[spec.name][0] for spec in self._writer.manifest.variant_tensors]
+
+    def _encode(
+        self, works: list[Work], futures: list[Future[tuple[str, NDArray[np.uint8]]]]
+    ) -> list[tuple[Work, list[NDArray[np.generic]]]]:
+        """Return the encodable of `works` with their tensors; the others go to the report."""
+        decoded: list[tuple[Work, NDArray[np.uint8]]] = []
+        for work, future in zip(works, futures, strict=True):
+            try:
+                work.image_sha256, pixels = future.result()
+                decoded.append((work, pixels))
+            except ImageProblem as problem:
+                self._report(work, problem.reason, problem.detail)
+            except OSError as error:
+                self._report(work, Reason.UNREADABLE, error.strerror or str(error))
+        if not decoded:
+            return []
+        if self._image_encoder is None:
+            self._image_encoder = self._load_image_encoder()
+        keys = [self._keys.latent_key(w.image_sha256 or "", w.geometry) for w, _ in decoded]
+        encoded = self._image_encoder.encode([pixels for _, pixels in decoded], keys)
+        ready = []
+        for (work, _), tensors in zip(decoded, encoded, strict=True):
+            if tensors is None:
+                self._report(work, Reason.NON_FINITE, "its latents are not finite, in float32 too")
+            else:
+                ready.append((work, tensors))
+        return ready
+
+    def _report(self, work: Work, reason: Reason, detail: str) -> None:
+        for each in (work, *work.same_pixels):
+            self.summary.problems.append(Problem(each.image.path, reason, detail))
+            self._progress.advance()
+
+    def _note(self, line: str) -> None:
+        self.summary.notes.append(line)
+        self._progress.say(line)
+
+    def _load_image_encoder(self) -> "ImageEncoder":
+        from precompute.encoders import ImageEncoder
+
+        return ImageEncoder(
+            self._parts,
+            posterior=self._config.posterior,
+            batch_size=self._config.batch_size,
+            compute_dtype=_short(self._compute_dtype),
+            stored_dtype=self._config.dtype,
+            device=choose_device(self._config.device),
+            report=self._note,
+        )
+
+    def _load_text_encoder(self) -> "TextEncoder":
+        from precompute.encoders import TextEncoder
+
+        return TextEncoder(
+            self._parts,
+            clip_skip=self._config.clip_skip,
+            compute_dtype=_short(self._compute_dtype),
+            stored_dtype=self._config.dtype,
+            device=choose_device(self._config.device),
+        )
+
+
+def _short(dtype: str) -> str:
+    return next(short for short, full in FULL_NAMES.items() if full == dtype)
+
+
+def describe_plan(
+    plan: Plan, manifest: Manifest, config: BakeConfig, say: Callable[[str], None]
+) -> None:
+    """Say what the run will do and why, what it will write, and how much room there is."""
+    say(f"plan for {config.out} (source '{config.source}'):")
+    for (action, why), count in sorted(plan.counts().items()):
+        say(f"  {count:>9} {action}: {why}")
+    buckets: Counter[tuple[int, int]] = Counter(work.bucket_px for work in plan.samples())
+    captions = {work.image.caption for work in plan.samples()}
+    num_bytes = _bytes_to_write(plan, manifest, len(captions))
+    if buckets:
+        shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(buckets.items()))
+        say(f"  buckets (width x height): {shown}")
+        say(f"  {len(captions)} different captions for {buckets.total()} images")
+        existing = next(p for p in (config.out, *config.out.absolute().parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        say(f"  writes about {num_bytes / 2**20:.1f} MiB; {free / 2**20:.0f} MiB are free")
+        if num_bytes > free:
+            say("  warning: that is more than is free")
+
+
+def _bytes_to_write(plan: Plan, manifest: Manifest, num_captions: int) -> int:
+    text_bytes = sum(spec.row_bytes(None) for spec in manifest.text_tensors)
+    total = 0 if manifest.texts_inline else num_captions * text_bytes
+    for work in plan.samples():
+        cells = manifest.cells(work.bucket_px)
+        if manifest.texts_inline or work.action is not Action.TEXT_ONLY:
+            total += sum(spec.row_bytes(cells) for spec in manifest.variant_tensors)
+        total += text_bytes if manifest.texts_inline else 0
+    return total
+
+
+def average_crop(plan: Plan) -> float:
+    """Return the mean cropped fraction of the images that the plan writes."""
+    fractions = [float(cropped_fraction(work.geometry)) for work in plan.samples()]
+    return sum(fractions) / len(fractions) if fractions else 0.0
+
+
+def _check_drop(plan: Plan, config: BakeConfig) -> None:
+    if 2 * len(plan.dropped) > plan.num_of_source_before and not config.allow_drop:
+        raise PrebakeError(
+            f"{config.images}: {len(plan.dropped)} of the {plan.num_of_source_before} samples of "
+            f"source '{config.source}' in {config.out} have no image any more. If that is meant, "
+            "add --allow-drop; if not, check IMAGES and --source-name."
+        )
+
+
+def _write_report(writer: StoreWriter, summary: Summary) -> None:
+    lines = [asdict(problem) for problem in summary.problems]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    replace_file(writer.root / REPORT_NAME, text.encode("utf-8"), writer.staging)
+
+
+def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], None]) -> None:
+    """Say what was stored, how, and what was not."""
+    plan = summary.plan
+    if summary.interrupted:
+        say("interrupted; what was finished is kept. Run the same command to go on.")
+    rate = summary.num_images_encoded / summary.seconds if summary.seconds else 0.0
+    say(
+        f"{summary.num_stored} samples written, {plan.reused} unchanged, "
+        f"{len(plan.dropped)} dropped, {len(summary.problems)} files not stored; "
+        f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded "
+        f"in {summary.seconds:.1f} s ({rate:.2f} images/s)"
+    )
+    if summary.num_captions_cut:
+        say(f"{summary.num_captions_cut} captions were longer than the text encoder and were cut")
+    if summary.num_stored:
+        say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
+    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(summary.buckets.items()))
+    say(f"{config.out} now holds {summary.buckets.total()} samples in buckets {shown or '(none)'}")
+    if summary.problems:
+        say(f"not stored, see {config.out / REPORT_NAME}:")
+        for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):
+            first = next(p for p in summary.problems if p.reason.value == reason)
+            say(f"  {count:>9} {reason}, such as {first.path}: {first.detail}")

@@ -1,0 +1,118 @@
+"""The texts of a bake: each distinct caption is encoded once, whatever the layout.
+
+In layout `zarr` a text becomes a text row when it is first needed; in `webdataset` its states go
+into every sample that carries it, and are taken from memory or read back from the store.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store_format.rows import Text, TextRow
+from store_format.store import Store
+
+if TYPE_CHECKING:
+    from precompute.encoders import TextEncoder
+
+Tensors = list[NDArray[np.generic]]
+REMEMBERED_BYTES = 1 << 30
+
+
+class TextBank:
+    """Knows which texts are stored, and encodes the others."""
+
+    def __init__(
+        self,
+        store: Store,
+        load_encoder: "Callable[[], TextEncoder]",
+        reopen: Callable[[], Store],
+    ) -> None:
+        """Start from what `store` holds.
+
+        Args:
+            store: the store at its last commit.
+            load_encoder: called once, when the first text must be encoded.
+            reopen: commits what is under way and returns the store anew.
+        """
+        self._store = store
+        self._load_encoder = load_encoder
+        self._reopen = reopen
+        self._encoder: TextEncoder | None = None
+        self._inline = store.manifest.texts_inline
+        self._stored = {row.text_key for row in store.index.iter_texts()}
+        self._places = self._inline_places()
+        self._encoded_now: set[str] = set()
+        self._memory: OrderedDict[str, Tensors] = OrderedDict()
+        self._memory_bytes = 0
+        self.num_encoded = 0
+        self.num_cut = 0
+
+    def add(self, texts: Sequence[Text], *, as_rows: bool) -> list[tuple[TextRow, Tensors]]:
+        """Encode those of `texts` that are new; return the text rows that must be stored.
+
+        Args:
+            texts: captions with keys, in any number, repeats allowed.
+            as_rows: whether they become text rows (shared texts, and the empty prompt always).
+        """
+        held = self._stored if as_rows else self._stored | self._places.keys()
+        new = {
+            text.text_key: text
+            for text in texts
+            if text.text_key not in held and text.text_key not in self._encoded_now
+        }
+        if not new:
+            return []
+        if self._encoder is None:
+            self._encoder = self._load_encoder()
+        encoded = self._encoder.encode([text.caption for text in new.values()])
+        self.num_encoded += len(encoded)
+        rows = []
+        for text, result in zip(new.values(), encoded, strict=True):
+            self.num_cut += result.num_tokens > len(result.tensors[0])
+            if as_rows:
+                self._stored.add(text.text_key)
+                row = TextRow(text.text_key, text.caption, result.num_tokens)
+                rows.append((row, result.tensors))
+            else:
+                self._encoded_now.add(text.text_key)
+            if self._inline:
+                self._remember(text.text_key, result.tensors)
+        return rows
+
+    def tensors(self, text: Text) -> Tensors:
+        """Return the states of a text that `add` has seen or the store holds, for inline use."""
+        if text.text_key in self._memory:
+            self._memory.move_to_end(text.text_key)
+            return self._memory[text.text_key]
+        if text.text_key not in self._places and text.text_key not in self._stored:
+            self._store = self._reopen()
+            self._places = self._inline_places()
+        if text.text_key in self._places:
+            row, which = self._places[text.text_key]
+            batch = self._store.read([row], [which])
+            tensors = [batch[spec.name][0] for spec in self._store.manifest.text_tensors]
+        else:
+            states = self._store.read_text(text.text_key)
+            tensors = [states[spec.name] for spec in self._store.manifest.text_tensors]
+        self._remember(text.text_key, tensors)
+        return tensors
+
+    def _remember(self, key: str, tensors: Tensors) -> None:
+        self._memory[key] = tensors
+        self._memory_bytes += sum(tensor.nbytes for tensor in tensors)
+        while self._memory_bytes > REMEMBERED_BYTES and len(self._memory) > 1:
+            _, forgotten = self._memory.popitem(last=False)
+            self._memory_bytes -= sum(tensor.nbytes for tensor in forgotten)
+
+    def _inline_places(self) -> dict[str, tuple[int, int]]:
+        """Return for each text inside a sample row (row, which of its texts)."""
+        if not self._inline:
+            return {}
+        return {
+            key.hex(): (row, which)
+            for row, keys in enumerate(self._store.index.samples["text_keys"].to_pylist())
+            for which, key in enumerate(keys)
+        }
