@@ -57,8 +57,8 @@ class TrainConfig(BaseModel):
     """Checkpoints to keep."""
     lora_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
     """Number format of the LoRA files."""
-    device: str = "auto"
-    """Where to train: auto, cpu, cuda, ..."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPU if there is one."""
     num_workers: int = Field(default=2, ge=0, le=64)
     """Processes that read the store ahead of training; 0 reads in the training process."""
     resume: str = "auto"
@@ -71,8 +71,11 @@ class TrainConfig(BaseModel):
         return self
 
 
-RESUMABLE_CHANGES = frozenset(
-    {"out", "max_steps", "max_epochs", "save_every", "keep_last", "num_workers", "resume",
-     "lora_dtype", "store", "model", "device"}
-)  # fmt: skip
-"""Fields that may differ between a run and its continuation (store and model by identity)."""
+MAY_CHANGE = frozenset(
+    {
+        *("store", "model"),  # compared by content instead
+        *("max_steps", "max_epochs"),  # compared as the total number of steps, which may grow
+        *("out", "resume", "num_workers", "save_every", "keep_last", "lora_dtype"),
+    }
+)
+"""Fields that may differ when a run goes on."""
