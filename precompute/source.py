@@ -110,9 +110,11 @@ def scan_folder(folder: Path) -> Scan:
         PrebakeError: where `folder` is no folder, holds nothing that looks like an image,
             or cannot be listed whole; and for wrong metadata rows, all of them together.
     """
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
-        raise PrebakeError(f"{folder}: expected a folder of images, but it {found}.")
+    if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises below a locked folder
+        found = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110
+        raise PrebakeError(
+            f"{folder}: expected a folder of images, but it {found}. Check the path."
+        )
     warnings = _Warnings(list)
     folders = list(_walk(folder, warnings))
     rows = _read_metadata(folders)

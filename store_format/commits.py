@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from store_format.errors import DamagedStoreError, NotAStoreError
 from store_format.files import publish, write_file
 from store_format.keys import canonical_json
+from store_format.manifest import MANIFEST_NAME
 from store_format.rows import SAMPLE_SCHEMA, TEXT_SCHEMA
 
 INDEX_FOLDER = "index"
 COMMIT_VERSION = 1
+_COMMIT_FILE = re.compile(r"[0-9]{8}-[0-9a-f]{8}\.json")
 
 
 class _Frozen(BaseModel):
@@ -73,6 +76,7 @@ class Commit(_Frozen):
     writer: str = Field(pattern=r"^[0-9a-f]{8}$")
     segments: Segments
     shards: tuple[ShardEntry, ...]
+    parents: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
 
     @property
@@ -130,11 +134,36 @@ def parse_commit(path: Path) -> Commit:
 
 
 def read_commits(root: Path) -> list[Commit]:
-    """Return the commits that count, in order: those that no other one replaces."""
-    paths = sorted((root / INDEX_FOLDER).glob("*.json"))
+    """Return the commits that count, in order: those that no other one replaces.
+
+    A folder that is no store yet has none.
+
+    Raises:
+        DamagedStoreError: one is damaged, or is missing though a later one names it.
+    """
+    folder = root / INDEX_FOLDER
+    if not (root / MANIFEST_NAME).exists():
+        return []
+    if not folder.is_dir():
+        raise DamagedStoreError(f"{folder} is missing: {root} has lost its index.")
+    paths = sorted(path for path in folder.iterdir() if _COMMIT_FILE.fullmatch(path.name))
     commits = [parse_commit(path) for path in paths]
     replaced = {name for commit in commits for name in commit.replaces}
+    known = replaced | {commit.name for commit in commits}
+    for commit in commits:
+        for parent in commit.parents:
+            if parent not in known:
+                raise DamagedStoreError(
+                    f"{folder / parent}.json is missing, on which commit {commit.name} builds. "
+                    f"Put it back from a copy of the store."
+                )
     return [commit for commit in commits if commit.name not in replaced]
+
+
+def heads(commits: Sequence[Commit]) -> tuple[str, ...]:
+    """Return the names of the commits on which no other one builds: the next one's parents."""
+    parents = {name for commit in commits for name in commit.parents}
+    return tuple(commit.name for commit in commits if commit.name not in parents)
 
 
 def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
@@ -149,6 +178,7 @@ def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
         table = pq.read_table(io.BytesIO(data), columns=schema.names).cast(schema)
+        table.validate(full=True)
         if table.num_rows != segment.rows:
             raise ValueError(f"{table.num_rows} rows, the commit states {segment.rows}")
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
@@ -168,6 +198,7 @@ def write_commit(
     samples: pa.Table | None,
     texts: pa.Table | None,
     shards: Sequence[ShardEntry],
+    parents: Sequence[str],
 ) -> Commit:
     """Write the segments, then the commit itself: renamed last, it is what makes them count."""
     name = commit_name(sequence, writer)
@@ -188,6 +219,7 @@ def write_commit(
         writer=writer,
         segments=Segments(**segments),
         shards=tuple(shards),
+        parents=tuple(parents),
     )
     _publish_bytes(root, staging, f"{INDEX_FOLDER}/{name}.json", io.BytesIO(commit.to_json()))
     return commit

@@ -20,6 +20,13 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, durably, where it is missing; its parent exists."""
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        flush_folder(folder.parent)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file and flush it to disk; the name itself is not yet durable."""
     with path.open("wb") as file:
@@ -30,10 +37,16 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes, staging: Path) -> None:
     """Put `data` at `path` in one atomic step, by way of a file in `staging` (same file system)."""
-    part = staging / f"{os.getpid()}-{path.name}.part"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = staging / f"{path.name}.part"
     write_file(part, data)
     part.replace(path)
     flush_folder(path.parent)
+
+
+def is_file_with(path: Path, data: bytes) -> bool:
+    """Return whether `path` is a file that holds exactly `data`."""
+    return path.is_file() and path.read_bytes() == data
 
 
 def publish(staged: Path, final: Path) -> None:

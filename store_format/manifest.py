@@ -13,6 +13,7 @@ from store_format.errors import NotAStoreError, OtherBakeError
 MANIFEST_NAME = "prebake.json"
 FORMAT_NAME = "prebake-store"
 FORMAT_VERSION = 1
+MAX_ROW_BYTES = 1 << 30  # of one tensor of one row
 
 Layout = Literal["zarr", "webdataset"]
 Dtype = Literal["float16", "bfloat16", "float32", "uint8"]
@@ -32,7 +33,7 @@ class _Frozen(BaseModel):
 class TensorSpec(_Frozen):
     """One named tensor of each row: which rows have it, its dtype, its shape."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
     kind: Literal["variant", "text"]
     dtype: Dtype
     shape: tuple[int | Literal["h", "w"], ...] = Field(min_length=1, max_length=6)
@@ -41,6 +42,8 @@ class TensorSpec(_Frozen):
     def _check(self) -> Self:
         if any(isinstance(n, int) and not 0 < n <= 1 << 20 for n in self.shape):
             raise ValueError(f"tensor {self.name}: dimensions of {self.shape} must be 1 to 2**20")
+        if sum(isinstance(n, str) for n in self.shape) > 2:
+            raise ValueError(f"tensor {self.name}: 'h' and 'w' may each appear once")
         if self.kind == "text" and any(isinstance(n, str) for n in self.shape):
             raise ValueError(f"tensor {self.name}: a text tensor cannot depend on the bucket")
         return self
@@ -150,6 +153,10 @@ def read_manifest(root: Path) -> Manifest:
         raise NotAStoreError(
             f"{root} is not a prebake store ({MANIFEST_NAME} is missing). "
             f"Make one with 'prebake precompute IMAGES --model MODEL --out {root}'."
+        ) from None
+    except OSError as error:
+        raise NotAStoreError(
+            f"{path} cannot be read ({error.strerror}). A store is a folder that holds it."
         ) from None
     except (ValueError, RecursionError) as error:
         raise NotAStoreError(f"{path} is not valid JSON ({error}). The store is damaged.") from None

@@ -1,7 +1,7 @@
 """A store that proves itself: checks that name what is damaged, and the hash of what it holds."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from store_format import webdataset_layout, zarr_layout
 from store_format.commits import INDEX_FOLDER, ShardEntry
 from store_format.errors import DamagedStoreError
-from store_format.files import sha256_of
+from store_format.files import is_file_with, sha256_of
 from store_format.store import Store, open_store
-from store_format.writer import zarr_views
+from store_format.writer import view_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +25,47 @@ class Finding:
     num_samples: int
 
 
-def verify_store(root: Path, *, full: bool) -> list[Finding]:
+def verify_store(
+    root: Path, *, full: bool, progress: Callable[[int], None] | None = None
+) -> list[Finding]:
     """Check the store at `root`; an empty list means that nothing is wrong.
 
-    Quick: the index parses and matches its hashes, every shard file of a live shard exists with the
-    stated size. Full: every file's sha256, every live tensor's crc32c and finite values, and the
-    views of plain readers.
+    Quick: the index parses, matches its hashes and places every tensor inside of a shard, and every
+    file of a shard with live rows exists with the stated size. Full: also each such file's sha256,
+    every live tensor's crc32c and finite values, and the views of plain readers.
+
+    Args:
+        root: the store.
+        full: whether to read everything.
+        progress: is told the bytes of each shard after it was checked.
 
     Raises:
         NotAStoreError: there is no store to check.
     """
     try:
         store = open_store(root)
+        store.check_places()
     except DamagedStoreError as error:
         return [Finding(f"{root / INDEX_FOLDER}", str(error), 0)]
     rows_by_shard = store.index.rows_by_shard()
-    needed = set(rows_by_shard) | set(store.index.texts["shard"].to_pylist())
-    findings = []
-    for name in sorted(needed):
-        num_samples = len(rows_by_shard.get(name, ()))
-        for what in _file_damage(root, store.index.shards[name], full):
-            findings.append(Finding(name, what, num_samples))
-    if full and not findings:
-        findings = list(_tensor_damage(store)) + list(_view_damage(store))
+    findings: list[Finding] = []
+    for shard in live_shards(store):
+        num_samples = len(rows_by_shard.get(shard.name, ()))
+        damage = list(_file_damage(root, shard, full))
+        if full and not damage:
+            damage = list(_tensor_damage(store, shard.name))
+        findings += [Finding(shard.name, what, num_samples) for what in damage]
+        if progress:
+            progress(sum(entry.bytes for entry in shard.files))
+    if full:
+        findings += _view_damage(store)
     return findings
+
+
+def live_shards(store: Store) -> list[ShardEntry]:
+    """Return the shards that hold live rows, sorted by name."""
+    names = store.index.rows_by_shard().keys() | store.index.text_rows_by_shard().keys()
+    return [store.index.shards[name] for name in sorted(names)]
 
 
 def _file_damage(root: Path, shard: ShardEntry, full: bool) -> Iterator[str]:
@@ -66,34 +82,39 @@ def _file_damage(root: Path, shard: ShardEntry, full: bool) -> Iterator[str]:
             )
 
 
-def _tensor_damage(store: Store) -> Iterator[Finding]:
-    for name, rows in store.index.rows_by_shard().items():
-        for row in rows:
-            try:
-                batches = [store.read([int(row)], [t]) for t in range(store.num_texts(int(row)))]
-            except DamagedStoreError as error:
-                yield Finding(name, str(error), len(rows))
-                break
-            for spec in store.manifest.tensors:
-                if not all(is_finite(batch[spec.name], spec.dtype) for batch in batches):
-                    what = f"{spec.name} of sample {store.sample_ids[row]} is not finite"
-                    yield Finding(name, what, len(rows))
+def _tensor_damage(store: Store, shard: str) -> Iterator[str]:
+    """Read the live tensors of a shard, up to the first that cannot be read."""
+    dtypes = {spec.name: spec.dtype for spec in store.manifest.tensors}
+    try:
+        for whose, tensors in _tensors(store, shard):
+            for name, array in tensors.items():
+                if not is_finite(array, dtypes[name]):
+                    yield f"{name} of {whose} is not finite"
+    except DamagedStoreError as error:
+        yield str(error)
+
+
+def _tensors(store: Store, shard: str) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    for row in store.index.rows_by_shard().get(shard, ()):
+        whose = f"sample {store.sample_ids[row]}"
+        yield whose, store.read_variant(int(row))
+        if store.manifest.texts_inline:
+            for text in store.read_texts(int(row)):
+                yield whose, text
+    for row in store.index.text_rows_by_shard().get(shard, ()):
+        key = store.index.texts["text_key"][int(row)].as_py().hex()
+        yield f"text {key}", store.read_text(key)
 
 
 def _view_damage(store: Store) -> Iterator[Finding]:
-    if store.manifest.layout == "webdataset":
-        listed = webdataset_layout.read_shard_list(store.root)
-        if sorted(store.index.rows_by_shard()) != listed:
-            what = "differs from the index; run the same 'prebake precompute' again"
-            yield Finding(webdataset_layout.SHARD_LIST_NAME, what, 0)
-        return
-    for name, live, keys in zarr_views(store.index):
-        found_live, found_keys = zarr_layout.read_view(store.root, name, len(live))
-        wanted = [bytes.fromhex("".join(texts)) for texts in keys]
-        found = [row.tobytes()[: len(want)] for row, want in zip(found_keys, wanted, strict=True)]
-        if not np.array_equal(live, found_live) or wanted != found:
-            what = "live or text_key differs from the index; run 'prebake precompute' again"
-            yield Finding(name, what, int(live.sum()))
+    for where, files in view_files(store.manifest, store.index):
+        for path, data in files.items():
+            if not is_file_with(store.root / path, data):
+                what = (
+                    f"{path} is not what the index says, so plain readers do not see the last "
+                    f"commit; run the same 'prebake precompute' again"
+                )
+                yield Finding(where, what, 0)
 
 
 def is_finite(array: NDArray[Any], dtype: str) -> bool:
@@ -106,20 +127,16 @@ def is_finite(array: NDArray[Any], dtype: str) -> bool:
 def store_hash(store: Store) -> str:
     """Return the SHA-256, in hex, of ids and tensor bytes in id order (FORMAT.md, section 9)."""
     digest = hashlib.sha256()
-    specs = store.manifest
     variants = store.index.column("variant")
     for row in range(len(store)):
         digest.update(bytes.fromhex(store.sample_ids[row]))
         digest.update(int(variants[row]).to_bytes(2, "little"))
-        for text, weight in enumerate(store.text_weights(row)):
-            batch = store.read([row], [text])
-            if text == 0:
-                for spec in specs.variant_tensors:
-                    digest.update(batch[spec.name].tobytes())
+        for array in store.read_variant(row).values():
+            digest.update(array.data)
+        for weight, text in zip(store.text_weights(row), store.read_texts(row), strict=True):
             digest.update(weight.astype("<f4").tobytes())
-            for spec in specs.text_tensors:
-                digest.update(batch[spec.name].tobytes())
-    empty = store.read_empty_text()
-    for spec in specs.text_tensors:
-        digest.update(empty[spec.name].tobytes())
+            for array in text.values():
+                digest.update(array.data)
+    for array in store.read_empty_text().values():
+        digest.update(array.data)
     return digest.hexdigest()

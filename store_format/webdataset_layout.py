@@ -7,7 +7,7 @@ maps the tar into memory and goes straight to it. `tarfile` supplies the headers
 import io
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from store_format.commits import FileEntry, ShardEntry
-from store_format.files import HashedFile, publish, replace_file
+from store_format.files import HashedFile, make_folder, publish
 from store_format.manifest import TensorSpec
 from store_format.rows import Place, SampleRow, TextRow, describe_sample
 from store_format.zarr_layout import tensor_bytes
@@ -85,10 +85,11 @@ class TarShard:
 
     def finish(self) -> ShardEntry:
         """Complete, flush and publish the shard; it counts once a commit lists the result."""
+        assert self.num_rows, "a shard without rows is not published"
         self._file.write(bytes(2 * BLOCK_BYTES))
         size, sha256 = self._file.size_bytes, self._file.close()
         path = tar_file(self.name)
-        (self._root / path).parent.mkdir(exist_ok=True)
+        make_folder((self._root / path).parent)
         publish(self._staged, self._root / path)
         entry = FileEntry(path=path, bytes=size, sha256=sha256)
         return ShardEntry(name=self.name, kind=self.kind, rows=self.num_rows, files=(entry,))
@@ -122,16 +123,7 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return sink.getvalue()
 
 
-def write_shard_list(root: Path, staging: Path, shards: Sequence[str]) -> None:
-    """Replace `shards.txt` by the tars of `shards`, if it says something else."""
-    data = "".join(f"{tar_file(shard)}\n" for shard in sorted(shards)).encode()
-    path = root / SHARD_LIST_NAME
-    if not path.exists() or path.read_bytes() != data:
-        replace_file(path, data, staging)
-
-
-def read_shard_list(root: Path) -> list[str]:
-    """Return the names of the shards that `shards.txt` lists."""
-    path = root / SHARD_LIST_NAME
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line.removesuffix(".tar") for line in lines]
+def view_files(shards: Iterable[str]) -> dict[str, bytes]:
+    """Return `shards.txt`, by its path in the store: the tars of `shards` for plain readers."""
+    lines = sorted(f"{tar_file(shard)}\n" for shard in shards)
+    return {SHARD_LIST_NAME: "".join(lines).encode()}

@@ -4,20 +4,22 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from store_format import webdataset_layout, zarr_layout
 from store_format.commits import INDEX_FOLDER, Commit, write_commit
 from store_format.errors import NotAStoreError, StoreBusyError
-from store_format.files import publish, write_file
-from store_format.index import LiveIndex
+from store_format.files import is_file_with, make_folder, publish, replace_file, write_file
+from store_format.index import LiveIndex, id_bytes, list_starts
 from store_format.manifest import MANIFEST_NAME, Manifest, check_same_bake, read_manifest
-from store_format.rows import SampleRow, TextRow, Tombstone, sample_table, text_table
+from store_format.rows import Place, SampleRow, TextRow, Tombstone, sample_table, text_table
 from store_format.store import Store
 from store_format.webdataset_layout import TarShard
 from store_format.zarr_layout import ZarrShard
@@ -46,12 +48,10 @@ class StoreWriter:
         self.manifest = manifest
         self.writer = secrets.token_hex(4)
         self._num_shards = 0
-        has_manifest = (root / MANIFEST_NAME).exists()
-        if has_manifest:
+        self._drafts: set[ShardDraft] = set()
+        if (root / MANIFEST_NAME).exists():
             check_same_bake(root, read_manifest(root), manifest)
-        elif root.is_dir() and any(
-            p.name not in (LOCK_NAME, STAGING_FOLDER, INDEX_FOLDER) for p in root.iterdir()
-        ):
+        elif not _may_become_a_store(root):
             raise NotAStoreError(
                 f"{root} is not empty and not a prebake store. "
                 f"Choose an --out that does not exist yet."
@@ -62,15 +62,16 @@ class StoreWriter:
             self.staging = root / STAGING_FOLDER
             shutil.rmtree(self.staging, ignore_errors=True)
             self.staging.mkdir()
-            (root / INDEX_FOLDER).mkdir(exist_ok=True)
-            if has_manifest:
+            if (root / MANIFEST_NAME).exists():  # again: another writer may have made it meanwhile
                 check_same_bake(root, read_manifest(root), manifest)
             else:
+                make_folder(root / INDEX_FOLDER)
                 part = self.staging / MANIFEST_NAME
                 write_file(part, manifest.to_json())
                 publish(part, root / MANIFEST_NAME)
             self.index = LiveIndex(root)
             self._next_sequence = self.index.last_sequence + 1
+            self._parents = self.index.heads
         except BaseException:
             os.close(self._lock)
             raise
@@ -84,6 +85,8 @@ class StoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for draft in self._drafts:
+            draft.abandon()
         shutil.rmtree(self.staging, ignore_errors=True)
         os.close(self._lock)
 
@@ -97,25 +100,29 @@ class StoreWriter:
         bucket = f"{bucket_px[0]}x{bucket_px[1]}"
         cells = self.manifest.cells(bucket_px)
         specs = self.manifest.variant_tensors
+        draft: ShardDraft
         if self.manifest.layout == "zarr":
             name = f"samples/{bucket}/{self._new_name()}"
-            return ZarrShard(
+            draft = ZarrShard(
                 self.root, self.staging, name=name, kind="samples", specs=specs, cells=cells
             )
-        return TarShard(
-            self.root,
-            self.staging,
-            name=f"samples/{bucket}-{self._new_name()}",
-            kind="samples",
-            specs=specs,
-            text_specs=self.manifest.text_tensors,
-            cells=cells,
-        )
+        else:
+            draft = TarShard(
+                self.root,
+                self.staging,
+                name=f"samples/{bucket}-{self._new_name()}",
+                kind="samples",
+                specs=specs,
+                text_specs=self.manifest.text_tensors,
+                cells=cells,
+            )
+        self._drafts.add(draft)
+        return draft
 
     def new_text_shard(self) -> ShardDraft:
         """Begin a shard of texts."""
-        draft: Callable[..., ShardDraft] = ZarrShard if self.manifest.layout == "zarr" else TarShard
-        return draft(
+        kind: Callable[..., ShardDraft] = ZarrShard if self.manifest.layout == "zarr" else TarShard
+        draft = kind(
             self.root,
             self.staging,
             name=f"texts/{self._new_name()}",
@@ -123,6 +130,8 @@ class StoreWriter:
             specs=self.manifest.text_tensors,
             cells=None,
         )
+        self._drafts.add(draft)
+        return draft
 
     def commit(
         self,
@@ -131,7 +140,18 @@ class StoreWriter:
         texts: Sequence[TextRow] = (),
         tombstones: Sequence[Tombstone] = (),
     ) -> Commit:
-        """Publish finished shards and make their rows count, in one atomic step."""
+        """Publish finished shards and make their rows count, in one atomic step.
+
+        Args:
+            shards: the shards that this commit adds.
+            samples: placed rows, in these shards or in older ones. A sample that is named must be
+                named with all its variants: older rows of it no longer count.
+            texts: placed text rows.
+            tombstones: the samples to drop.
+        """
+        variants = [(row.sample_id, row.variant) for row in samples]
+        variants += [(tombstone.sample_id, 0) for tombstone in tombstones]
+        assert len(set(variants)) == len(variants), "a commit names a variant of a sample twice"
         entries = [shard.finish() for shard in shards]
         commit = write_commit(
             self.root,
@@ -141,8 +161,11 @@ class StoreWriter:
             samples=sample_table(samples, tombstones),
             texts=text_table(texts),
             shards=entries,
+            parents=self._parents,
         )
+        self._drafts.difference_update(shards)
         self._next_sequence += 1
+        self._parents = (commit.name,)
         return commit
 
     def rewrite_shards_with_dead_rows(self) -> int:
@@ -153,19 +176,19 @@ class StoreWriter:
         store = self.reload()
         if self.manifest.layout == "zarr":
             return 0
-        dirty = [
-            (name, rows)
-            for name, rows in self.index.rows_by_shard().items()
-            if len(rows) < self.index.shards[name].rows
-        ]
-        for _, rows in dirty:
-            samples = [store.sample(int(row)) for row in rows]
-            draft = self.new_sample_shard(samples[0].bucket_px)
-            placed = []
-            for row, sample in zip(rows, samples, strict=True):
-                tensors = read_inline(store, int(row), len(sample.texts))
-                placed.append(sample.placed(draft.append(sample, tensors)))
-            self.commit([draft], placed)
+        dirty = shards_with_dead_rows(self.index)
+        moved: dict[int, Place] = {}
+        for rows in dirty.values():
+            draft = self.new_sample_shard(store.sample(int(rows[0])).bucket_px)
+            for row in rows.tolist():
+                tensors = [store.read_variant(row), *store.read_texts(row)]
+                arrays = [array for each in tensors for array in each.values()]
+                moved[row] = draft.append(store.sample(row), arrays)
+            restated = []  # with the variants that lie in other shards
+            for row in store.index.rows_of_same_samples(rows).tolist():
+                sample = store.sample(row)
+                restated.append(sample.placed(moved[row]) if row in moved else sample)
+            self.commit([draft], restated)
         if dirty:
             self.reload()
         return len(dirty)
@@ -173,47 +196,58 @@ class StoreWriter:
     def refresh_views(self) -> None:
         """Bring what plain readers see (`live`, `text_key`, `shards.txt`) to the last commit."""
         self.reload()
-        rows_by_shard = self.index.rows_by_shard()
-        if self.manifest.layout == "webdataset":
-            if all(len(rows) == self.index.shards[n].rows for n, rows in rows_by_shard.items()):
-                webdataset_layout.write_shard_list(self.root, self.staging, list(rows_by_shard))
-            return
-        for name, live, keys in zarr_views(self.index):
-            zarr_layout.write_view(self.root, self.staging, name, live, keys)
+        if shards_with_dead_rows(self.index) and self.manifest.texts_inline:
+            return  # `shards.txt` stays at the last state that was whole
+        for _, files in view_files(self.manifest, self.index):
+            for path, data in files.items():
+                if not is_file_with(self.root / path, data):
+                    replace_file(self.root / path, data, self.staging)
 
     def _new_name(self) -> str:
         self._num_shards += 1
         return f"{self.writer}-{self._num_shards:06d}"
 
 
-def zarr_views(
-    index: LiveIndex,
-) -> "list[tuple[str, np.ndarray, list[tuple[str, ...]]]]":
-    """Return for each sample shard what its view must say: (name, live [rows], text keys)."""
+def shards_with_dead_rows(index: LiveIndex) -> dict[str, NDArray[np.int64]]:
+    """Return the shards that hold live and dead sample rows, each with its live rows."""
+    return {
+        name: rows
+        for name, rows in index.rows_by_shard().items()
+        if len(rows) < index.shards[name].rows
+    }
+
+
+def view_files(manifest: Manifest, index: LiveIndex) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield what plain readers must see: (shard, or shard list; its files by path)."""
     rows_by_shard = index.rows_by_shard()
-    places = index.column("row")
-    keys = index.samples["text_keys"]
-    views = []
+    if manifest.layout == "webdataset":
+        yield webdataset_layout.SHARD_LIST_NAME, webdataset_layout.view_files(rows_by_shard)
+        return
+    place = index.column("row")
+    starts = list_starts(index.samples["text_keys"])
+    num_texts = np.diff(starts)
+    keys = id_bytes(pc.list_flatten(index.samples["text_keys"]))
     for name, shard in index.shards.items():
         if shard.kind != "samples":
             continue
+        rows = rows_by_shard.get(name, np.zeros(0, np.int64))
         live = np.zeros(shard.rows, np.bool_)
-        text_keys: list[tuple[str, ...]] = [()] * shard.rows
-        for row in rows_by_shard.get(name, ()):
-            live[places[row]] = True
-            text_keys[places[row]] = tuple(key.hex() for key in keys[int(row)].as_py())
-        views.append((name, live, text_keys))
-    return views
+        live[place[rows]] = True
+        text_key = np.zeros((shard.rows, num_texts[rows].max(initial=1), 16), np.uint8)
+        for text in range(text_key.shape[1]):
+            having = rows[num_texts[rows] > text]
+            text_key[place[having], text] = keys[starts[having] + text]
+        yield name, zarr_layout.view_files(name, live, text_key)
 
 
-def read_inline(store: Store, row: int, num_texts: int) -> list[np.ndarray]:
-    """Return a row's tensors in the order of an inline shard: variant tensors, then each text's."""
-    first = store.read([row])
-    tensors = [first[spec.name][0] for spec in store.manifest.variant_tensors]
-    for text in range(num_texts):
-        batch = first if text == 0 else store.read([row], [text])
-        tensors += [batch[spec.name][0] for spec in store.manifest.text_tensors]
-    return tensors
+def _may_become_a_store(root: Path) -> bool:
+    """Whether `root` is absent, empty, or was left by a writer killed before its manifest."""
+    if not root.exists():
+        return True
+    if not root.is_dir():
+        return False
+    names = {path.name for path in root.iterdir()}
+    return not names or (LOCK_NAME in names and names <= {LOCK_NAME, STAGING_FOLDER, INDEX_FOLDER})
 
 
 def _lock(root: Path) -> int:

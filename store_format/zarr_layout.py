@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store_format.commits import FileEntry, ShardEntry
-from store_format.files import HashedFile, flush_folder, publish, replace_file
+from store_format.files import HashedFile, flush_folder, make_folder, publish, replace_file
 from store_format.manifest import TensorSpec
 from store_format.rows import Place, SampleRow, TextRow
 
@@ -109,6 +109,7 @@ class ZarrShard:
     def finish(self) -> ShardEntry:
         """Complete, flush and publish the shard; it counts once a commit lists the result."""
         num_rows = len(self._rows)
+        assert num_rows, "a shard without rows is not published"
         entries: list[FileEntry] = []
         for (spec, shape), file in zip(self._specs, self._files, strict=True):
             chunk_bytes = file.size_bytes // num_rows
@@ -131,11 +132,12 @@ class ZarrShard:
             entries.append(self._add(f"{spec.name}/zarr.json", meta))
         entries.append(self._add("zarr.json", json.dumps(_GROUP).encode()))
         for name, array in self._plain_arrays().items():
-            entries += self._add_plain(name, array)
+            for path, data in _plain_array_files(name, array).items():
+                entries.append(self._add(path, data))
         if self.kind == "samples":
-            num_texts = max(len(row.texts) for row in self._rows if isinstance(row, SampleRow))
-            self._add_plain("live", np.zeros(num_rows, np.bool_))
-            self._add_plain("text_key", np.zeros((num_rows, num_texts, 16), np.uint8))
+            nothing = np.zeros(num_rows, np.bool_), np.zeros((num_rows, 1, 16), np.uint8)
+            for path, data in view_files(self.name, *nothing).items():
+                self._add(path.removeprefix(f"{self.name}/"), data)
         _publish_groups(self._root, self._staged.parent, self.name)
         for folder in (self._staged, *self._staged.rglob("*/")):
             flush_folder(folder)
@@ -162,66 +164,45 @@ class ZarrShard:
         file.write(data)
         return FileEntry(path=f"{self.name}/{path}", bytes=len(data), sha256=file.close())
 
-    def _add_plain(self, name: str, array: np.ndarray) -> list[FileEntry]:
-        codec = _BYTES if array.dtype.itemsize > 1 else {"name": "bytes"}
-        fill = False if array.dtype == np.bool_ else 0
-        meta = _array_json(array.shape, array.dtype.name, fill, [codec])
-        chunk = f"{name}/c/{'/'.join('0' * array.ndim)}"
-        return [self._add(f"{name}/zarr.json", meta), self._add(chunk, array.tobytes())]
-
 
 def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], tensor: np.ndarray) -> NDArray[np.uint8]:
-    """Return a tensor's bytes in C order, flat, after checking that it is what the spec declares."""
+    """Return a tensor's bytes in C order, flat, after checking shape and dtype against the spec."""
     assert tensor.shape == shape, f"{spec.name}: shape {tensor.shape}, declared {shape}"
     assert tensor.dtype == spec.numpy_dtype, f"{spec.name}: dtype {tensor.dtype}"
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 
-def write_view(
-    root: Path, staging: Path, shard: str, live: np.ndarray, text_keys: Sequence[Sequence[str]]
-) -> None:
-    """Bring the `live` and `text_key` arrays of a sample shard up to date, if they are not.
+def view_files(
+    shard: str, live: NDArray[np.bool_], text_key: NDArray[np.uint8]
+) -> dict[str, bytes]:
+    """Return the files, by path in the store, of a sample shard's view for plain readers.
 
     Args:
-        root: the store.
-        staging: its staging folder.
         shard: the shard's name.
-        live: [rows] bool.
-        text_keys: for each row its texts' keys; empty for dead rows.
+        live: [rows].
+        text_key: [rows, texts, 16]; zeros where a row has fewer texts, and for dead rows.
     """
-    folder = root / shard / "text_key"
-    num_texts = json.loads((folder / "zarr.json").read_bytes())["shape"][1]
-    widest = max((len(keys) for keys in text_keys), default=0)
-    if widest > num_texts:  # the sample was given more texts than any row had at first
-        num_texts = widest
-        shape = (len(live), num_texts, 16)
-        meta = _array_json(shape, "uint8", 0, [{"name": "bytes"}])
-        replace_file(folder / "zarr.json", meta, staging)
-    keys = np.zeros((len(live), num_texts, 16), np.uint8)
-    for row, names in enumerate(text_keys):
-        if names:
-            keys[row, : len(names)] = _ids(names)
-    _replace_if_other(folder / "c/0/0/0", keys.tobytes(), staging)
-    _replace_if_other(root / shard / "live/c/0", live.astype(np.bool_).tobytes(), staging)
+    files: dict[str, bytes] = {}
+    for name, array in (("text_key", text_key), ("live", live)):
+        files.update(_plain_array_files(f"{shard}/{name}", array))
+    return files
 
 
-def _replace_if_other(path: Path, data: bytes, staging: Path) -> None:
-    if not path.exists() or path.read_bytes() != data:
-        replace_file(path, data, staging)
-
-
-def read_view(root: Path, shard: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the stored (`live` [rows] bool, `text_key` [rows, texts, 16] uint8) of a shard."""
-    live = np.frombuffer((root / shard / "live/c/0").read_bytes(), np.bool_)
-    keys = np.frombuffer((root / shard / "text_key/c/0/0/0").read_bytes(), np.uint8)
-    return live, keys.reshape(num_rows, -1, 16)
+def _plain_array_files(path: str, array: NDArray[Any]) -> dict[str, bytes]:
+    """Return the two files of a small array that is one chunk."""
+    codec = _BYTES if array.dtype.itemsize > 1 else {"name": "bytes"}
+    fill = False if array.dtype == np.bool_ else 0
+    return {
+        f"{path}/zarr.json": _array_json(array.shape, array.dtype.name, fill, [codec]),
+        f"{path}/c/{'/'.join('0' * array.ndim)}": array.tobytes(),
+    }
 
 
 def _publish_groups(root: Path, staging: Path, shard: str) -> None:
     """Write the group metadata of the folders above a shard, where it is missing."""
     for folder in reversed(Path(shard).parents):
         path = root / folder / "zarr.json"
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         if not path.exists():
             replace_file(path, json.dumps(_GROUP).encode(), staging)
 

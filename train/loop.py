@@ -59,6 +59,7 @@ DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
 KOHYA_NAME = "kohya_lora.safetensors"
 DTYPES = {"no": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MAX_SKIPPED_IN_A_ROW = 50
+FLUSHED_WORTH_SAYING = 0.01
 
 
 class NonFiniteError(PrebakeError):
@@ -451,8 +452,10 @@ class _Run:
                 metadata=about,
                 prediction_type=self._setup.facts.prediction_type,
             )
-            if num_flushed:
-                self._say(f"{name}: {num_flushed} values are 0 in {config.lora_dtype}")
+            num_values = sum(p.lora_A.numel() + p.lora_B.numel() for p in state.adapter.values())
+            if num_flushed > num_values * FLUSHED_WORTH_SAYING:
+                share = 100 * num_flushed / num_values
+                self._say(f"warning: {share:.1f} % of {name} became 0 in {config.lora_dtype}")
 
 
 def _timed(batches: Iterator[list[MicroBatch]]) -> Iterator[tuple[list[MicroBatch], float]]:
@@ -469,7 +472,8 @@ def _timed(batches: Iterator[list[MicroBatch]]) -> Iterator[tuple[list[MicroBatc
 def _norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     """Return the L2 norm of all gradients together."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return torch.as_tensor(torch.nn.utils.get_total_norm(gradients))
+    total: torch.Tensor = torch.nn.utils.get_total_norm(gradients)
+    return total
 
 
 def _memory_mib(device: torch.device) -> float:
