@@ -63,16 +63,8 @@ _LOADERS = (
     (rb"....ftyp", "heifload"),  # AVIF and HEIC
     (rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\x00\x00\x00", "bmp"),  # with its 2nd header's size
 )
-_DECODER_ERRORS = (
-    pyvips.Error,
-    OSError,
-    SyntaxError,
-    ValueError,
-    RuntimeError,
-    EOFError,
-    struct.error,
-)
-
+# What the decoders raise on bad data; all but the first are Pillow's and pillow-heif's.
+_DECODER_ERRORS = (pyvips.Error, OSError, SyntaxError, ValueError, EOFError, RuntimeError)
 _HEAD_BYTES = 32
 _TAIL_BYTES = 65536
 
@@ -87,23 +79,19 @@ class ImageSize:
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """An image whose header is read: size as stored, and a loader that takes a JPEG shrink."""
+    """An image whose header is read.
 
-    format: str
-    width_px: int
-    height_px: int
+    `stored` is (width, height) before orientation. `load` takes the (width, height) that is
+    wanted of it and returns the image at that size or any larger one of the same shape.
+    """
+
+    stored: tuple[int, int]
     orientation: int
-    load: Callable[[int], pyvips.Image]
+    load: Callable[[tuple[int, int]], pyvips.Image]
 
-    @property
-    def is_sideways(self) -> bool:
-        return self.orientation >= 5
-
-    @property
-    def upright_size(self) -> ImageSize:
-        if self.is_sideways:
-            return ImageSize(self.height_px, self.width_px)
-        return ImageSize(self.width_px, self.height_px)
+    def turned(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Swap a stored size to upright, or back, where the image lies on its side."""
+        return size[::-1] if self.orientation >= 5 else size
 
 
 def read_size(file: Path, max_pixels: int = MAX_PIXELS) -> ImageSize:
@@ -121,7 +109,7 @@ def read_size(file: Path, max_pixels: int = MAX_PIXELS) -> ImageSize:
             picture = _open(str(file), head, tail)
     except OSError as error:
         raise ImageProblem(Reason.UNREADABLE, error.strerror or str(error)) from error
-    size = picture.upright_size
+    size = ImageSize(*picture.turned(picture.stored))
     if size.width_px * size.height_px > max_pixels:
         raise ImageProblem(
             Reason.TOO_MANY_PIXELS,
@@ -148,9 +136,9 @@ def decode(
     target = geometry.resized_width_px, geometry.resized_height_px
     with _as_image_problems(lambda: data):
         picture = _open(data, data[:_HEAD_BYTES], data[-_TAIL_BYTES:])
-        _check_size(picture.upright_size, expected)
-        stored_target = target[::-1] if picture.is_sideways else target
-        image = picture.load(_jpeg_shrink(picture, stored_target))
+        _check_size(ImageSize(*picture.turned(picture.stored)), expected)
+        stored_target = picture.turned(target)
+        image = picture.load(stored_target)
         # The whole picture is resized and cropped afterwards: libvips would not decode the
         # rows that nobody asks for, and a file cut short there would pass.
         pixels = _resize_to_srgb(image, stored_target, background).numpy()  # [h, w, 3] u8
@@ -198,6 +186,7 @@ def _open_vips(source: str | bytes, loader: str, tail: bytes) -> _Picture:
         )
 
     image = load()  # lazy: the header only
+    stored = (image.width, image.height)
     if image.format not in ("uchar", "ushort"):
         raise ImageProblem(
             Reason.UNDECODABLE, f"its samples are {image.format}; save it with 8 or 16 bit samples"
@@ -212,17 +201,15 @@ def _open_vips(source: str | bytes, loader: str, tail: bytes) -> _Picture:
             raise ImageProblem(
                 Reason.NEEDS_EXTRA, "it is HEIC; run pip install 'prebake[heic]' or save it as JPEG"
             )
-        return _Picture(loader, image.width, image.height, 1, lambda _: _decode_heic(source))
+        return _Picture(stored, 1, lambda _: _decode_heic(source))
     orientation = _field(image, "orientation", 0)
     if loader == "pngload" and not orientation:
         orientation = _late_png_orientation(tail)
-    return _Picture(
-        loader,
-        image.width,
-        image.height,
-        orientation if 1 <= orientation <= 8 else 1,
-        load if loader == "jpegload" else lambda _: image,
-    )
+    if not 1 <= orientation <= 8:
+        orientation = 1
+    if loader == "jpegload":
+        return _Picture(stored, orientation, lambda wanted: load(_jpeg_shrink(stored, wanted)))
+    return _Picture(stored, orientation, lambda _: image)
 
 
 def _open_bmp(source: str | bytes) -> _Picture:
@@ -230,14 +217,14 @@ def _open_bmp(source: str | bytes) -> _Picture:
         # Not PIL.Image.open: its own pixel limit warns, and `max_pixels` is ours.
         return BmpImageFile(io.BytesIO(source) if isinstance(source, bytes) else source)
 
-    def load(_: int) -> pyvips.Image:
+    def load(_: tuple[int, int]) -> pyvips.Image:
         picture = open_again()
         return _from_array(
             np.asarray(picture if picture.mode == "RGBA" else picture.convert("RGB"))
         )
 
     with open_again() as picture:
-        return _Picture("bmp", picture.width, picture.height, 1, load)
+        return _Picture(picture.size, 1, load)
 
 
 def _decode_heic(source: str | bytes) -> pyvips.Image:
@@ -288,18 +275,18 @@ def _field(image: pyvips.Image, name: str, default: Any) -> Any:
     return image.get(name) if image.get_typeof(name) else default
 
 
-def _jpeg_shrink(picture: _Picture, target: tuple[int, int]) -> int:
+def _jpeg_shrink(stored: tuple[int, int], wanted: tuple[int, int]) -> int:
     """Return by how much a JPEG is shrunk while decoding.
 
-    Twice the target must remain, and the stored size must be a multiple, as that of a camera
-    is: otherwise the last pixel is stretched (43 dB against Pillow instead of 53).
-    Source of the factor 2: libvips 8.18, `thumbnail.c`.
+    Twice the wanted size must remain (Source: libvips 8.18, `thumbnail.c`), and the stored
+    size be a multiple, as that of a camera is: otherwise the last pixel, which covers less,
+    is stretched (43 to 50 dB against Pillow instead of 53).
     """
-    (width, height), (target_width, target_height) = picture.stored_size, target
     for shrink in (8, 4, 2):
-        fits = width % shrink == height % shrink == 0
-        if fits and width >= 2 * shrink * target_width and height >= 2 * shrink * target_height:
-            return shrink if picture.format == "jpegload" else 1
+        if all(
+            s % shrink == 0 and s >= 2 * shrink * w for s, w in zip(stored, wanted, strict=True)
+        ):
+            return shrink
     return 1
 
 

@@ -1,0 +1,82 @@
+"""Every command and program of the README is run, in a folder that has what it speaks of."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, flags=re.M | re.S)
+COMMANDS = [
+    line.split("#")[0].split()
+    for kind, block in BLOCKS
+    for line in block.splitlines()
+    if kind == "bash"
+]
+PROGRAMS = [block for kind, block in BLOCKS if kind == "python"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ROOT / "examples/bundled/model", folder / "path/to/sd15")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copy(ROOT / "pipelines.yaml", folder)
+    captions = {"cat-on-sofa.jpg": "a photo of sks cat on a sofa", "garden/run.png": "sks cat"}
+    for number, (name, caption) in enumerate(captions.items()):
+        path = folder / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((320, 400 - 60 * number), 60).convert("RGB").save(path)
+        path.with_suffix(".txt").write_text(caption)
+    return folder
+
+
+def test_the_readme_shows_commands_of_every_kind() -> None:
+    shown = {" ".join(command[:2]) for command in COMMANDS if command[0] == "prebake"}
+    assert shown >= {"prebake precompute", "prebake train", "prebake store", "prebake run"}
+    assert len(PROGRAMS) == 2
+
+
+def test_the_readme_names_the_make_targets_that_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    named = set(re.findall(r"\bmake ([\w-]+)", README))
+    assert named <= set(targets)
+
+
+def test_every_command_and_program_of_the_readme_works(place: Path) -> None:
+    """In the order of the README, with short trainings: only the number of steps is changed."""
+    for kind, block in BLOCKS:
+        if kind == "python":
+            program = block.replace('in the snow")', 'in the snow", num_inference_steps=2)')
+            subprocess.run(
+                [sys.executable, "-P", "-W", "ignore", "-c", program], cwd=place, check=True
+            )
+            continue
+        for line in block.splitlines():
+            command = line.split("#")[0].split()
+            if command[0] != "prebake":
+                assert command[0] == "make"
+                continue
+            arguments = [{"1000": "2", "100": "1"}.get(word, word) for word in command[1:]]
+            subprocess.run(
+                [sys.executable, "-P", "-m", "prebake", *arguments],
+                cwd=place,
+                check=True,
+                timeout=180,
+            )
+    assert (place / "cat.png").exists()
+    assert (place / "runs/first/first.safetensors").exists()
+    assert (place / "runs/second/loss.png").exists()
+    assert (place / "out/runs/demo-r8/demo-r8.safetensors").exists()
+
+
+def test_the_command_table_names_every_command() -> None:
+    from prebake import cli
+
+    for name in cli.list_commands(None):  # type: ignore[arg-type]
+        assert f"`prebake {name} " in README
