@@ -8,7 +8,7 @@ least one step) to twice the resolution, the tallest height within the same two 
 for which width * height <= resolution ** 2; and the transpose of each.
 
 1. Among the standard buckets that the image covers without upscaling, the one that crops
-   the smallest fraction wins; then the larger area, the shorter long side, (width, height).
+   the smallest fraction wins; of equals the larger area, then the smaller (width, height).
 2. An image that covers none is not upscaled: its bucket is its own size, floored to the
    step, as long as both sides reach the lower limit. It loses less than one step a side.
 3. A smaller image is TOO_SMALL; with `upscale` it is enlarged to the standard bucket that
@@ -127,14 +127,10 @@ def _shortest_side(resolution_px: int, step_px: int) -> int:
     return max(resolution_px // 2 // step_px, 1) * step_px
 
 
-def _preference(geometry: Geometry) -> tuple[Fraction, int, int, int, int]:
-    """Return the sort key of rule 1; the smallest is the best.
-
-    The long side comes before (width, height) so that a transposed image gets the
-    transposed bucket even when two buckets crop equally.
-    """
+def _preference(geometry: Geometry) -> tuple[Fraction, int, int, int]:
+    """Return the sort key of rule 1; the smallest is the best."""
     width, height = geometry.bucket_width_px, geometry.bucket_height_px
-    return cropped_fraction(geometry), -width * height, max(width, height), width, height
+    return cropped_fraction(geometry), -width * height, width, height
 
 
 def _fit(bucket: tuple[int, int], width_px: int, height_px: int) -> Geometry:

@@ -3,15 +3,16 @@
 libvips decodes; Pillow reads BMP, and the optional pillow-heif HEIC, under the same rules:
 
 - The first bytes decide the format, never the name: a JPEG named .png loads.
-- Upright: EXIF orientation 1..8 is applied. `read_size` and `decode` share one header
-  reader, so the planned and the decoded size agree or the image is a SIZE_MISMATCH.
+- Upright: EXIF orientation 1..8 is applied; in a PNG that of an eXIf chunk before the pixels
+  (a later one is ignored, as in browsers: PNG third edition, 5.6). `read_size` and `decode`
+  share one header reader: planned and decoded size agree, or it is a SIZE_MISMATCH.
 - sRGB: an embedded ICC profile is converted (relative colorimetric, black point
   compensation); one that is broken or of another colour model counts as absent. Without a
   profile RGB and grey are sRGB, and CMYK has libvips's press profile.
 - Alpha is composited over `background` at full size, which equals resizing premultiplied
   colours: what hides under alpha 0 cannot bleed. 16 bits become 8 by rounding x / 257.
 - Resized by Lanczos-3 in sRGB values; a JPEG is first shrunk by 2, 4 or 8 while it is
-  decoded, as long as twice the target size remains.
+  decoded, where that divides its sides and leaves twice the target size.
 - A file that is damaged or ends early is refused, never filled in. Samples other than 8 or
   16 bit integers (float TIFF) are refused: their white is unknown.
 - One still picture a file. TIFF, HEIF and animated PNG give the first, primary or default
@@ -26,8 +27,6 @@ import importlib.util
 import io
 import logging
 import re
-import struct
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from precompute.problems import ImageProblem, Reason
 from store_format.errors import PrebakeError
 
 DECODE_RULES_VERSION = 1
-MAX_PIXELS = 200_000_000  # above the largest camera sensors; a progressive JPEG: 0.6 GB
+MAX_PIXELS = 200_000_000  # above the largest camera sensors; a progressive JPEG takes 0.6 to 1.2 GB
 
 # libvips keeps its last operations, with their pixels, and starts a thread per core. Here no
 # image is seen twice, and the caller decodes several at a time.
@@ -66,7 +65,6 @@ _LOADERS = (
 # What the decoders raise on bad data; all but the first are Pillow's and pillow-heif's.
 _DECODER_ERRORS = (pyvips.Error, OSError, SyntaxError, ValueError, EOFError, RuntimeError)
 _HEAD_BYTES = 32
-_TAIL_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +101,8 @@ def read_size(file: Path, max_pixels: int = MAX_PIXELS) -> ImageSize:
     try:
         with file.open("rb") as stream:
             head = stream.read(_HEAD_BYTES)
-            stream.seek(max(0, stream.seek(0, io.SEEK_END) - _TAIL_BYTES))
-            tail = stream.read() if head.startswith(b"\x89PNG") else b""
         with _as_image_problems(file.read_bytes):
-            picture = _open(str(file), head, tail)
+            picture = _open(str(file), head)
     except OSError as error:
         raise ImageProblem(Reason.UNREADABLE, error.strerror or str(error)) from error
     size = ImageSize(*picture.turned(picture.stored))
@@ -135,15 +131,17 @@ def decode(
     """
     target = geometry.resized_width_px, geometry.resized_height_px
     with _as_image_problems(lambda: data):
-        picture = _open(data, data[:_HEAD_BYTES], data[-_TAIL_BYTES:])
+        picture = _open(data, data[:_HEAD_BYTES])
         _check_size(ImageSize(*picture.turned(picture.stored)), expected)
         stored_target = picture.turned(target)
         image = picture.load(stored_target)
+        if image.width * picture.stored[1] != image.height * picture.stored[0]:
+            _check_size(ImageSize(image.width, image.height), ImageSize(*picture.stored))
         # The whole picture is resized and cropped afterwards: libvips would not decode the
         # rows that nobody asks for, and a file cut short there would pass.
         pixels = _resize_to_srgb(image, stored_target, background).numpy()  # [h, w, 3] u8
     pixels = _turn_upright(pixels, picture.orientation)
-    _check_size(ImageSize(pixels.shape[1], pixels.shape[0]), ImageSize(*target))
+    assert pixels.shape == (target[1], target[0], 3), (pixels.shape, target)
     bottom = geometry.crop_top_px + geometry.bucket_height_px
     right = geometry.crop_left_px + geometry.bucket_width_px
     cropped = pixels[geometry.crop_top_px : bottom, geometry.crop_left_px : right]
@@ -163,19 +161,19 @@ def parse_background(text: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _open(source: str | bytes, head: bytes, tail: bytes) -> _Picture:
-    """Read the header of a file (its path or all its bytes), given how it starts and ends."""
+def _open(source: str | bytes, head: bytes) -> _Picture:
+    """Read the header of a file (its path or all its bytes), given its first bytes."""
     if not head:
         raise ImageProblem(Reason.EMPTY_FILE, "the file has 0 bytes")
     for magic, loader in _LOADERS:
         if re.match(magic, head, re.DOTALL):
-            return _open_bmp(source) if loader == "bmp" else _open_vips(source, loader, tail)
+            return _open_bmp(source) if loader == "bmp" else _open_vips(source, loader)
     raise ImageProblem(
         Reason.NOT_AN_IMAGE, f"it starts with {head[:8]!r}, as no image that prebake reads does"
     )
 
 
-def _open_vips(source: str | bytes, loader: str, tail: bytes) -> _Picture:
+def _open_vips(source: str | bytes, loader: str) -> _Picture:
     operation = loader if isinstance(source, str) else f"{loader}_buffer"
 
     def load(shrink: int = 1) -> pyvips.Image:
@@ -202,9 +200,7 @@ def _open_vips(source: str | bytes, loader: str, tail: bytes) -> _Picture:
                 Reason.NEEDS_EXTRA, "it is HEIC; run pip install 'prebake[heic]' or save it as JPEG"
             )
         return _Picture(stored, 1, lambda _: _decode_heic(source))
-    orientation = _field(image, "orientation", 0)
-    if loader == "pngload" and not orientation:
-        orientation = _late_png_orientation(tail)
+    orientation = _field(image, "orientation", 1)
     if not 1 <= orientation <= 8:
         orientation = 1
     if loader == "jpegload":
@@ -244,33 +240,6 @@ def _from_array(array: npt.NDArray[np.uint8]) -> pyvips.Image:
     return pyvips.Image.new_from_array(array, interpretation="srgb" if num_bands > 2 else "b-w")
 
 
-def _late_png_orientation(tail: bytes) -> int:
-    """Return the orientation in an eXIf chunk behind the pixels, where libvips does not look.
-
-    exiftool writes it there. 0 where there is none.
-    Source: PNG (third edition) 11.3.4.5 for the chunk, TIFF 6.0 section 2 for its fields.
-    """
-    start = tail.rfind(b"eXIf")
-    if start < 4:
-        return 0
-    try:
-        (num_bytes,) = struct.unpack_from(">I", tail, start - 4)
-        exif = tail[start + 4 : start + 4 + num_bytes]
-        (checksum,) = struct.unpack_from(">I", tail, start + 4 + num_bytes)
-        if checksum != zlib.crc32(b"eXIf" + exif):
-            return 0  # the letters happen to be part of the compressed pixels
-        order = {b"II": "<", b"MM": ">"}[exif[:2]]
-        (ifd,) = struct.unpack_from(f"{order}I", exif, 4)
-        (num_fields,) = struct.unpack_from(f"{order}H", exif, ifd)
-        for field in range(ifd + 2, ifd + 2 + 12 * num_fields, 12):
-            tag, _, _, value = struct.unpack_from(f"{order}HHIH", exif, field)
-            if tag == 0x0112:
-                return int(value)
-    except (struct.error, KeyError):
-        return 0  # no EXIF after all: as in the other formats, the picture is as stored
-    return 0
-
-
 def _field(image: pyvips.Image, name: str, default: Any) -> Any:
     return image.get(name) if image.get_typeof(name) else default
 
@@ -294,16 +263,21 @@ def _resize_to_srgb(
     image: pyvips.Image, target: tuple[int, int], background: tuple[int, int, int]
 ) -> pyvips.Image:
     """Return `image` as opaque 8 bit sRGB of exactly `target` (width, height)."""
-    if not image.hasalpha():
-        return _to_srgb(_resize(image, target))  # colours last: fewer pixels to convert
-    # In float, because `flatten` rounds down.
-    image = _to_srgb(image).cast("float").flatten(background=list(background), max_alpha=255)
-    return _resize(image, target).rint().cast("uchar")
+    if image.hasalpha():
+        image = image.copy_memory()  # looked at twice
+        opaque = 255 if image.format == "uchar" else 65535
+        if image[image.bands - 1].min() < opaque:
+            # In float, because on integers `flatten` rounds down, and a resized flat area can
+            # be off by one: it must be exactly the background.
+            image = _to_srgb(image).cast("float")
+            image = image.flatten(background=list(background), max_alpha=255)
+            return _resize(image, target).rint().cast("uchar")
+        image = image.extract_band(0, n=image.bands - 1)
+    return _to_srgb(_resize(image, target))  # colours last: fewer pixels to convert
 
 
 def _resize(image: pyvips.Image, target: tuple[int, int]) -> pyvips.Image:
-    # gap=3: against Pillow's Lanczos 53 dB instead of 49 at libvips's own 2, at equal speed.
-    return image.resize(target[0] / image.width, vscale=target[1] / image.height, gap=3)
+    return image.resize(target[0] / image.width, vscale=target[1] / image.height)
 
 
 def _to_srgb(image: pyvips.Image) -> pyvips.Image:
@@ -367,7 +341,7 @@ def _is_cut_short(data: bytes) -> bool:
     if data.startswith(b"\xff\xd8"):  # no end-of-image marker after the last start of scan
         return data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda")
     if data.startswith(b"\x89PNG"):
-        return b"IEND" not in data[-_TAIL_BYTES:]
+        return data.rfind(b"IEND") < 0
     if data.startswith(b"RIFF"):
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return data.startswith(b"BM") and len(data) < int.from_bytes(data[2:6], "little")

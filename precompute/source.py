@@ -235,7 +235,7 @@ def _caption(path: str, folder: _Folder, row: _Row | None, warnings: _Warnings) 
     if names and row:
         warnings[_BOTH].append(path)
     if names:
-        name = min(names, key=lambda n: CAPTION_SUFFIXES.index(posixpath.splitext(n)[1].lower()))
+        name = min(names, key=_precedence)
         try:
             # Not Path.open: on a million files pathlib costs more than the reading.
             with open(f"{folder.directory}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
@@ -252,6 +252,10 @@ def _caption(path: str, folder: _Folder, row: _Row | None, warnings: _Warnings) 
     if not caption:
         warnings[_EMPTY_CAPTION].append(path)
     return caption
+
+
+def _precedence(caption_file: str) -> tuple[int, str]:
+    return CAPTION_SUFFIXES.index(posixpath.splitext(caption_file)[1].lower()), caption_file
 
 
 def _read_metadata(folders: list[_Folder]) -> dict[str, _Row]:

@@ -39,7 +39,7 @@ class FileEntry(_Frozen):
     """One file of a shard."""
 
     path: str
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=1 << 62)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     _inside = field_validator("path")(check_relative)
@@ -48,7 +48,7 @@ class FileEntry(_Frozen):
 class Segment(FileEntry):
     """One Parquet file of index rows."""
 
-    rows: int = Field(ge=0)
+    rows: int = Field(ge=0, lt=1 << 40)
 
 
 class Segments(_Frozen):
@@ -63,7 +63,7 @@ class ShardEntry(_Frozen):
 
     name: str
     kind: Literal["samples", "texts"]
-    rows: int = Field(ge=1)
+    rows: int = Field(ge=1, le=1 << 24)
     files: tuple[FileEntry, ...]
 
     _inside = field_validator("name")(check_relative)
@@ -128,7 +128,7 @@ def parse_commit(path: Path) -> Commit:
     except (ValidationError, ValueError, RecursionError, OSError) as error:
         reason = str(error).replace("\n", " ")
         raise DamagedStoreError(
-            f"{path} is damaged ({reason}). Run 'prebake store verify' on the store."
+            f"{path} is damaged ({reason}). Put it back from a copy of the store."
         ) from None
     return commit
 
@@ -177,14 +177,14 @@ def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
         data = path.read_bytes()
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
-        table = pq.read_table(io.BytesIO(data), columns=schema.names).cast(schema)
+        table = pq.ParquetFile(io.BytesIO(data)).read(schema.names).cast(schema)
         table.validate(full=True)
         if table.num_rows != segment.rows:
             raise ValueError(f"{table.num_rows} rows, the commit states {segment.rows}")
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         reason = str(error).replace("\n", " ")
         raise DamagedStoreError(
-            f"{path} is damaged ({reason}). Run 'prebake store verify' on the store."
+            f"{path} is damaged ({reason}). Put it back from a copy of the store."
         ) from None
     return table
 

@@ -4,6 +4,7 @@ A file or folder is complete when it is renamed to its final name; a rename is d
 folder that holds the name has been flushed (POSIX: fsync of the directory).
 """
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -96,5 +97,6 @@ class HashedFile:
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Close without a promise of anything."""
-        self._file.close()
+        """Close without a promise of anything, on a full disk too."""
+        with contextlib.suppress(OSError):
+            self._file.close()

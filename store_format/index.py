@@ -84,6 +84,12 @@ class LiveIndex:
         """Return the bucket of each live row: [R, 2] int32, (width, height) in px."""
         return np.stack([self.column("bucket_width_px"), self.column("bucket_height_px")], axis=1)
 
+    def distinct_buckets(self) -> tuple[list[tuple[int, int]], Ints]:
+        """Return the distinct buckets, and for each live row the position of its own: [R]."""
+        width, height = self.buckets().astype(np.int64).T
+        packed, position = np.unique(width << 32 | height, return_inverse=True)
+        return [(number >> 32, number & 0xFFFFFFFF) for number in packed.tolist()], position
+
     def rows_of_same_samples(self, rows: Ints) -> Ints:
         """Return the rows of all variants of the samples that `rows` belong to, sorted."""
         words = id_words(self.samples["sample_id"])

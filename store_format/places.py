@@ -3,6 +3,7 @@
 R live sample rows, N entries (variants, or texts), K tensors of an entry, S shards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,10 +52,10 @@ def variant_places(manifest: Manifest, index: LiveIndex) -> Places:
     specs = manifest.variant_tensors
     names, codes = _shard_codes(index.samples)
     offsets, crc32c = _lists_of_samples(manifest, index, of_texts=False)
-    buckets, bucket_of_row = np.unique(index.buckets(), axis=0, return_inverse=True)
-    row_bytes = _row_bytes(manifest, specs, [(int(w), int(h)) for w, h in buckets])
+    buckets, bucket_of_row = index.distinct_buckets()
+    row_bytes = _row_bytes(manifest, specs, buckets)
     places = Places(_files(manifest, names, specs), codes, offsets, crc32c)
-    _check_inside(index, places, row_bytes[bucket_of_row.reshape(-1)])
+    _check_inside(index, places, row_bytes[bucket_of_row])
     return places
 
 
@@ -118,7 +119,7 @@ def _lists_of_samples(
 
 
 def _row_bytes(
-    manifest: Manifest, specs: tuple[TensorSpec, ...], buckets: list[tuple[int, int] | None]
+    manifest: Manifest, specs: tuple[TensorSpec, ...], buckets: Sequence[tuple[int, int] | None]
 ) -> Ints:
     """Return the bytes of a row of each tensor in each bucket: [buckets, K]."""
     cells = [manifest.cells(bucket) if bucket else None for bucket in buckets]

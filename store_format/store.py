@@ -22,7 +22,7 @@ from store_format.errors import DamagedStoreError, PrebakeError
 from store_format.index import LiveIndex, id_words, list_starts, list_values
 from store_format.manifest import Manifest, TensorSpec, read_manifest
 from store_format.places import Places, TextPlaces, text_places, variant_places
-from store_format.rows import SampleRow
+from store_format.rows import SampleRow, TextRow, text_row
 
 MAX_OPEN_FILES = 512  # of the 1024 that most systems allow a process
 
@@ -35,7 +35,9 @@ def open_store(path: str | PathLike[str]) -> "Store":
         DamagedStoreError: the index is damaged.
     """
     root = Path(path)
-    return Store(root, read_manifest(root), LiveIndex(root))
+    store = Store(root, read_manifest(root), LiveIndex(root))
+    store.prepare()
+    return store
 
 
 class _OpenFile:
@@ -98,13 +100,22 @@ class Store:
         """Return what the index says of a row."""
         return self.index.sample(row)
 
+    def text_row(self, text_key: str) -> TextRow:
+        """Return what the index says of a text row."""
+        return text_row(self.index.texts.slice(self._text_row_of(text_key), 1).to_pylist()[0])
+
     def num_texts(self, row: int) -> int:
         """Return the number of texts of a row's sample."""
         return int(self._text_starts[row + 1] - self._text_starts[row])
 
-    def check_places(self) -> None:
-        """Raise DamagedStoreError if the index places a tensor outside of its file, or nowhere."""
-        _ = self._variant_places, self._texts
+    def prepare(self) -> None:
+        """Make the arrays that reads need, so that workers forked later share them.
+
+        Raises:
+            DamagedStoreError: the index places a tensor outside of its file, or nowhere.
+        """
+        _ = self._variant_places, self._texts, self._text_starts, self._text_weights
+        _ = self._buckets, self._text_key_words
 
     def text_weights(self, row: int) -> NDArray[np.float32]:
         """Return the weights of a row's texts: [T]."""
@@ -132,7 +143,8 @@ class Store:
         cells = self.manifest.cells(self._check_request(at, chosen))
         entries = self._texts.entry_of_text[self._text_starts[at] + np.maximum(chosen, 0)]
         if (chosen < 0).any():
-            entries[chosen < 0] = self._entry_of_key(self.manifest.empty_text_key)
+            empty = self._text_row_of(self.manifest.empty_text_key)
+            entries[chosen < 0] = self._texts.first_text_row + empty
         batch = self._read_places(self._variant_specs, self._variant_places, at, cells)
         batch.update(self._read_places(self._text_specs, self._texts.places, entries, None))
         return batch
@@ -158,7 +170,7 @@ class Store:
 
     def read_text(self, text_key: str) -> dict[str, np.ndarray]:
         """Read a text of the text rows by its key: for each text tensor [*row_shape]."""
-        entry = np.array([self._entry_of_key(text_key)])
+        entry = np.array([self._texts.first_text_row + self._text_row_of(text_key)])
         batch = self._read_places(self._text_specs, self._texts.places, entry, None)
         return {name: array[0] for name, array in batch.items()}
 
@@ -169,13 +181,14 @@ class Store:
         rows = at.tolist()
         if min(rows) < 0 or max(rows) >= len(self):
             raise IndexError(f"rows {rows} asked for; {self.root} has rows 0 to {len(self) - 1}")
-        codes: list[int] = self._bucket_codes[at].tolist()
+        buckets, bucket_of_row = self._buckets
+        codes: list[int] = bucket_of_row[at].tolist()
         if codes.count(codes[0]) < len(codes):
             raise ValueError(f"rows {rows} are not of one bucket")
         num_texts = self._text_starts[at + 1] - self._text_starts[at]
         if ((chosen < -1) | (chosen >= num_texts)).any():
             raise IndexError(f"texts {chosen.tolist()} asked for; there are {num_texts.tolist()}")
-        return self._buckets[codes[0]]
+        return buckets[codes[0]]
 
     def _read_places(
         self,
@@ -226,9 +239,9 @@ class Store:
             f"run 'prebake store verify {self.root}'."
         )
 
-    def _entry_of_key(self, text_key: str) -> int:
+    def _text_row_of(self, text_key: str) -> int:
         for row in _rows_with_id(self._text_key_words, text_key):
-            return self._texts.first_text_row + row
+            return row
         raise PrebakeError(
             f"{self.root} holds no text row {text_key}. "
             f"Let 'prebake precompute' complete the store."
@@ -245,13 +258,9 @@ class Store:
         return text_places(self.manifest, self.index)
 
     @cached_property
-    def _buckets(self) -> list[tuple[int, int]]:
-        return [(int(width), int(height)) for width, height in np.unique(self.bucket_px, axis=0)]
-
-    @cached_property
-    def _bucket_codes(self) -> NDArray[np.int64]:
-        """For each row the position of its bucket in `_buckets`."""
-        return np.unique(self.bucket_px, axis=0, return_inverse=True)[1].reshape(-1)
+    def _buckets(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+        """The distinct buckets, and for each row the position of its own."""
+        return self.index.distinct_buckets()
 
     @cached_property
     def _variants(self) -> NDArray[np.int16]:
@@ -267,18 +276,17 @@ class Store:
 
     @cached_property
     def _id_words(self) -> NDArray[np.uint64]:
-        return id_words(self.index.samples["sample_id"])
+        return np.ascontiguousarray(id_words(self.index.samples["sample_id"]).T, np.uint64)
 
     @cached_property
     def _text_key_words(self) -> NDArray[np.uint64]:
-        return id_words(self.index.texts["text_key"])
+        return np.ascontiguousarray(id_words(self.index.texts["text_key"]).T, np.uint64)
 
 
 def _rows_with_id(words: NDArray[np.uint64], wanted: str) -> Iterator[int]:
-    """Yield the rows of an id in `words` [rows, 2], which are sorted."""
-    high, low = np.frombuffer(bytes.fromhex(wanted), ">u8").tolist()
-    first = int(np.searchsorted(words[:, 0], np.uint64(high), "left"))
-    end = int(np.searchsorted(words[:, 0], np.uint64(high), "right"))
-    for row in range(first, end):
-        if words[row, 1] == low:
+    """Yield the rows of an id in `words` [2, rows], which are sorted."""
+    high, low = np.frombuffer(bytes.fromhex(wanted), ">u8").astype(np.uint64)
+    first, end = np.searchsorted(words[0], high, "left"), np.searchsorted(words[0], high, "right")
+    for row in range(int(first), int(end)):
+        if words[1, row] == low:
             yield row

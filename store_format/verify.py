@@ -44,7 +44,6 @@ def verify_store(
     """
     try:
         store = open_store(root)
-        store.check_places()
     except DamagedStoreError as error:
         return [Finding(f"{root / INDEX_FOLDER}", str(error), 0)]
     rows_by_shard = store.index.rows_by_shard()

@@ -49,13 +49,7 @@ class StoreWriter:
         self.writer = secrets.token_hex(4)
         self._num_shards = 0
         self._drafts: set[ShardDraft] = set()
-        if (root / MANIFEST_NAME).exists():
-            check_same_bake(root, read_manifest(root), manifest)
-        elif not _may_become_a_store(root):
-            raise NotAStoreError(
-                f"{root} is not empty and not a prebake store. "
-                f"Choose an --out that does not exist yet."
-            )
+        check_target(root, manifest)
         root.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(root)
         try:
@@ -238,6 +232,21 @@ def view_files(manifest: Manifest, index: LiveIndex) -> Iterator[tuple[str, dict
             having = rows[num_texts[rows] > text]
             text_key[place[having], text] = keys[starts[having] + text]
         yield name, zarr_layout.view_files(name, live, text_key)
+
+
+def check_target(root: Path, manifest: Manifest) -> None:
+    """Check that `root` holds this bake, or may become a store; nothing is changed.
+
+    Raises:
+        OtherBakeError: it holds another bake.
+        NotAStoreError: it holds something else.
+    """
+    if (root / MANIFEST_NAME).exists():
+        check_same_bake(root, read_manifest(root), manifest)
+    elif not _may_become_a_store(root):
+        raise NotAStoreError(
+            f"{root} is not empty and not a prebake store. Choose an --out that does not exist yet."
+        )
 
 
 def _may_become_a_store(root: Path) -> bool:

@@ -50,6 +50,8 @@ def test_the_worked_example_of_the_module() -> None:
         ((300, 400), Geometry(256, 384, 300, 400, 22, 8)),  # covers none: its own size, floored
         ((256, 256), Geometry(256, 256, 256, 256, 0, 0)),
         ((300, 5000), Geometry(256, 1024, 256, 4267, 0, 1621)),  # a panorama, on end
+        # 768x320 loses 126 of 894 columns, 832x256 loses 42 of 298 rows: the same, so area wins.
+        ((900, 322), Geometry(768, 320, 894, 320, 63, 0)),
     ],
 )
 def test_geometry_at_512_px_by_hand(size: tuple[int, int], expected: Geometry) -> None:
@@ -168,8 +170,8 @@ def brute_force(width: int, height: int) -> tuple[int, int] | None:
         scale = max(Fraction(w, width), Fraction(h, height))
         resized = [(2 * side * scale + 1) // 2 for side in (width, height)]
         kept = Fraction(w * h) / (resized[0] * resized[1])
-        if best is None or (kept, w * h, -max(w, h)) > best[0]:
-            best = ((kept, w * h, -max(w, h)), (w, h))
+        if best is None or (kept, w * h) > best[0]:
+            best = ((kept, w * h), (w, h))
     return best[1] if best else None
 
 

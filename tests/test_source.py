@@ -310,6 +310,7 @@ def test_the_scan_does_not_depend_on_the_order_of_the_file_system(
     write(tmp_path, {f"d{i}/{j}.png": b"" for i in range(3) for j in range(3)})
     write(tmp_path, {"d1/1.txt": "a", "d1/1.caption": "b", "d1/1.TXT": "c", "d2/2.txt": b"\xff"})
     forwards = scan_folder(tmp_path)
+    assert captions(forwards)["d1/1.png"] == "c"  # of two spellings the first by code point
     scandir = os.scandir
 
     class Backwards:

@@ -252,6 +252,14 @@ class StoreConformance:
             with pytest.raises(AssertionError, match="dtype"):
                 draft.append(row, [np.zeros((4, 8, 8), np.float32), *texts])
 
+    def test_each_commit_builds_on_the_one_before(self, tmp_path):
+        manifest = self.build(tmp_path / "s", SAMPLES[:4], samples_per_commit=2).manifest
+        commits = bring_to(tmp_path / "s", manifest, SAMPLES[:5]).index.commits
+        names = [commit.name for commit in commits]
+        assert [commit.sequence for commit in commits] == list(range(1, len(commits) + 1))
+        assert len(commits) >= 3
+        assert [commit.parents for commit in commits] == [(), *((name,) for name in names[:-1])]
+
     def test_concurrent_writers_of_one_sequence_number_both_count(self, tmp_path):
         """Two machines begin from one state; their files are put together."""
         manifest = self.build(tmp_path / "a", SAMPLES[:2]).manifest
