@@ -8,9 +8,10 @@ import json
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -30,16 +31,10 @@ from precompute.texts import TextBank
 from store_format.errors import PrebakeError
 from store_format.files import replace_file
 from store_format.index import LiveIndex
-from store_format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    TensorSpec,
-    check_same_bake,
-    read_manifest,
-)
+from store_format.manifest import MANIFEST_NAME, Manifest, TensorSpec
 from store_format.progress import Progress
 from store_format.store import Store
-from store_format.writer import StoreWriter
+from store_format.writer import StoreWriter, check_target
 
 if TYPE_CHECKING:
     from precompute.encoders import ImageEncoder, TextEncoder
@@ -56,6 +51,7 @@ class Summary:
     num_stored: int = 0
     num_images_encoded: int = 0
     num_captions_encoded: int = 0
+    num_images_retried: int = 0
     num_captions_cut: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -67,6 +63,10 @@ class Summary:
 def prepare(config: BakeConfig) -> tuple[ModelParts, Manifest, BakeKeys]:
     """Identify the model and say what store a bake makes; loads no weights onto a device."""
     parts = open_model(config.model)
+    if config.clip_skip > parts.num_text_layers:
+        raise PrebakeError(
+            f"--clip-skip {config.clip_skip}: the text encoder has {parts.num_text_layers} layers."
+        )
     compute_dtype = choose_compute_dtype(config.compute_dtype, choose_device(config.device))
     bake_keys = BakeKeys(config, parts.encoders, compute_dtype, parts.max_token_length)
     stored = FULL_NAMES[config.dtype]
@@ -132,26 +132,85 @@ def bake(
     for warning in scan.warnings:
         say(f"warning: {warning}")
     parts, manifest, bake_keys = prepare(config)
-    if (config.out / MANIFEST_NAME).exists():
-        check_same_bake(config.out, read_manifest(config.out), manifest)
-    if dry_run:
+    check_target(config.out, manifest)
+
+    def plan_against(index: LiveIndex) -> Plan:
         with Progress(len(scan.images), "files", "planning") as progress:
-            plan = make_plan(scan, LiveIndex(config.out), bake_keys, config, progress.advance)
-        describe_plan(plan, manifest, config, say)
-        return Summary(plan)
-    with StoreWriter(config.out, manifest) as writer:
-        with Progress(len(scan.images), "files", "planning") as progress:
-            plan = make_plan(scan, writer.index, bake_keys, config, progress.advance)
+
+            def advance(count: int) -> None:
+                progress.advance(count)
+                if should_stop():
+                    raise _Stopped
+
+            plan = make_plan(scan, index, bake_keys, config, advance)
         describe_plan(plan, manifest, config, say)
         _check_drop(plan, config)
-        summary = _Run(config, parts, writer, bake_keys, plan, should_stop).run()
-        summary.seconds = time.monotonic() - start_s
-        _write_report(writer, summary)
+        return plan
+
+    encoders = _Encoders(config, parts, manifest)
+    try:
+        if dry_run:
+            return Summary(plan_against(LiveIndex(config.out)))
+        if not (config.out / MANIFEST_NAME).exists():
+            encoders.load()  # so that a model that does not load leaves no store behind
+        with StoreWriter(config.out, manifest) as writer:
+            plan = plan_against(writer.index)
+            summary = _Run(config, encoders, writer, bake_keys, plan, should_stop).run()
+            summary.seconds = time.monotonic() - start_s
+            _write_report(writer, summary)
+    except _Stopped:
+        return Summary(Plan(0, [], [], [], 0), interrupted=True)
     expected = len(scan.images) + len(scan.problems)
     accounted = plan.reused + summary.num_stored + len(summary.problems)
     if accounted != expected and not summary.interrupted:
         raise RuntimeError(f"{expected} files were found, {accounted} are accounted for")
     return summary
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error: the user's wish
+    """Planning was asked to stop."""
+
+
+class _Encoders:
+    """The two encoders of a bake, each loaded when it is first used."""
+
+    def __init__(self, config: BakeConfig, parts: ModelParts, manifest: Manifest) -> None:
+        self._config = config
+        self._parts = parts
+        self._compute_dtype = next(
+            short for short, full in FULL_NAMES.items() if full == manifest.config["compute_dtype"]
+        )
+
+    def load(self) -> None:
+        """Load both now."""
+        _ = self.text, self.image
+
+    @cached_property
+    def image(self) -> "ImageEncoder":
+        """The VAE's encoder."""
+        from precompute.encoders import ImageEncoder
+
+        return ImageEncoder(
+            self._parts,
+            posterior=self._config.posterior,
+            batch_size=self._config.batch_size,
+            compute_dtype=self._compute_dtype,
+            stored_dtype=self._config.dtype,
+            device=choose_device(self._config.device),
+        )
+
+    @cached_property
+    def text(self) -> "TextEncoder":
+        """The text encoder with its tokenizer."""
+        from precompute.encoders import TextEncoder
+
+        return TextEncoder(
+            self._parts,
+            clip_skip=self._config.clip_skip,
+            compute_dtype=self._compute_dtype,
+            stored_dtype=self._config.dtype,
+            device=choose_device(self._config.device),
+        )
 
 
 class _Run:
@@ -160,14 +219,14 @@ class _Run:
     def __init__(
         self,
         config: BakeConfig,
-        parts: ModelParts,
+        encoders: _Encoders,
         writer: StoreWriter,
         bake_keys: BakeKeys,
         plan: Plan,
         should_stop: Callable[[], bool],
     ) -> None:
         self._config = config
-        self._parts = parts
+        self._encoders = encoders
         self._writer = writer
         self._keys = bake_keys
         self._should_stop = should_stop
@@ -177,9 +236,7 @@ class _Run:
             shard_bytes=config.shard_size_mib << 20,
             shard_max_seconds=config.shard_max_seconds,
         )
-        self._texts = TextBank(self._store, self._load_text_encoder, self._sink.reopen)
-        self._image_encoder: ImageEncoder | None = None
-        self._compute_dtype = str(writer.manifest.config["compute_dtype"])
+        self._texts = TextBank(self._store, lambda: encoders.text, self._sink.reopen)
         self.summary = Summary(plan, problems=list(plan.problems))
 
     def run(self) -> Summary:
@@ -205,8 +262,6 @@ class _Run:
         self._writer.refresh_views()
         self.summary.num_captions_encoded = self._texts.num_encoded
         self.summary.num_captions_cut = self._texts.num_cut
-        if self._image_encoder is not None:
-            self.summary.num_images_encoded = self._image_encoder.num_encoded
         self.summary.buckets.update((int(w), int(h)) for w, h in self._writer.index.buckets())
         return self.summary
 
@@ -246,10 +301,8 @@ class _Run:
     def _store_batch(
         self, works: list[Work], futures: list[Future[tuple[str, NDArray[np.uint8]]]]
     ) -> None:
-        if works[0].row is None:
-            ready = self._encode(works, futures)
-        else:
-            ready = [(work, self._latents_of(work.row)) for work in works if work.row is not None]
+        ready: Sequence[tuple[Work, list[NDArray[np.generic]] | None]]
+        ready = self._encode(works, futures) if futures else [(work, None) for work in works]
         shared = not self._writer.manifest.texts_inline
         everyone = [w for work, _ in ready for w in (work, *work.same_pixels)]
         if not everyone:
@@ -264,15 +317,18 @@ class _Run:
                 if shared and work.action is Action.TEXT_ONLY and work.row is not None:
                     relinked.append(replace(row, place=self._store.sample(work.row).place))
                 else:
+                    if latents is None:
+                        latents = self._latents_of(first)
                     inline = [] if shared else self._texts.tensors(row.texts[0])
                     samples.append((row, [*latents, *inline]))
         self._sink.put(samples, text_rows, relinked)
         self.summary.num_stored += len(samples) + len(relinked)
         self._progress.advance(len(everyone))
 
-    def _latents_of(self, row: int) -> list[NDArray[np.generic]]:
-        batch = self._store.read([row])
-        return [batch[spec.name][0] for spec in self._writer.manifest.variant_tensors]
+    def _latents_of(self, work: Work) -> list[NDArray[np.generic]]:
+        """Return the tensors of the live row that holds this work's latents already."""
+        assert work.row is not None
+        return list(self._store.read_variant(work.row).values())
 
     def _encode(
         self, works: list[Work], futures: list[Future[tuple[str, NDArray[np.uint8]]]]
@@ -289,14 +345,18 @@ class _Run:
                 self._report(work, Reason.UNREADABLE, error.strerror or str(error))
         if not decoded:
             return []
-        if self._image_encoder is None:
-            self._image_encoder = self._load_image_encoder()
         keys = [self._keys.latent_key(w.image_sha256 or "", w.geometry) for w, _ in decoded]
-        encoded = self._image_encoder.encode([pixels for _, pixels in decoded], keys)
+        encoder = self._encoders.image
+        encoded = encoder.encode([pixels for _, pixels in decoded], keys)
+        self.summary.num_images_encoded += len(decoded)
+        self.summary.num_images_retried = encoder.num_retried
+        while encoder.notes:
+            self._note(encoder.notes.pop(0))
         ready = []
         for (work, _), tensors in zip(decoded, encoded, strict=True):
             if tensors is None:
-                self._report(work, Reason.NON_FINITE, "its latents are not finite, in float32 too")
+                detail = "its latents are not finite, or too large for --dtype, in float32 too"
+                self._report(work, Reason.NON_FINITE, detail)
             else:
                 ready.append((work, tensors))
         return ready
@@ -309,34 +369,6 @@ class _Run:
     def _note(self, line: str) -> None:
         self.summary.notes.append(line)
         self._progress.say(line)
-
-    def _load_image_encoder(self) -> "ImageEncoder":
-        from precompute.encoders import ImageEncoder
-
-        return ImageEncoder(
-            self._parts,
-            posterior=self._config.posterior,
-            batch_size=self._config.batch_size,
-            compute_dtype=_short(self._compute_dtype),
-            stored_dtype=self._config.dtype,
-            device=choose_device(self._config.device),
-            report=self._note,
-        )
-
-    def _load_text_encoder(self) -> "TextEncoder":
-        from precompute.encoders import TextEncoder
-
-        return TextEncoder(
-            self._parts,
-            clip_skip=self._config.clip_skip,
-            compute_dtype=_short(self._compute_dtype),
-            stored_dtype=self._config.dtype,
-            device=choose_device(self._config.device),
-        )
-
-
-def _short(dtype: str) -> str:
-    return next(short for short, full in FULL_NAMES.items() if full == dtype)
 
 
 def describe_plan(
@@ -404,14 +436,21 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
         f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded "
         f"in {summary.seconds:.1f} s ({rate:.2f} images/s)"
     )
+    for note in summary.notes:
+        say(note)
+    if summary.num_images_retried:
+        say(f"{summary.num_images_retried} images overflowed and were encoded in float32")
     if summary.num_captions_cut:
         say(f"{summary.num_captions_cut} captions were longer than the text encoder and were cut")
     if summary.num_stored:
         say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(summary.buckets.items()))
-    say(f"{config.out} now holds {summary.buckets.total()} samples in buckets {shown or '(none)'}")
+    if shown or not summary.interrupted:  # planning that was interrupted did not count them
+        total = summary.buckets.total()
+        say(f"{config.out} now holds {total} samples in buckets {shown or '(none)'}")
     if summary.problems:
         say(f"not stored, see {config.out / REPORT_NAME}:")
         for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):
             first = next(p for p in summary.problems if p.reason.value == reason)
-            say(f"  {count:>9} {reason}, such as {first.path}: {first.detail}")
+            path = first.path.replace("\n", "\\n")
+            say(f"  {count:>9} {reason}, such as {path}: {first.detail}")

@@ -39,7 +39,7 @@ class BakeConfig(BaseModel):
     compute_dtype: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """Number format of the encoders' arithmetic; auto: fp32 on a CPU, fp16 on a GPU."""
     batch_size: int = Field(default=4, ge=1, le=512)
-    """Images encoded at once. Stored bytes can differ slightly between batch sizes."""
+    """Images encoded at once on a GPU; on a CPU, which gains nothing by it, one by one."""
     device: str = "auto"
     """Where the encoders run: auto, cpu, cuda, cuda:1, ..."""
     num_workers: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=256)

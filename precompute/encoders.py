@@ -2,23 +2,27 @@
 
 B batch, H, W image height and width, C latent channels, h=H/8, w=W/8, L tokens, D text width.
 Each batch has one fixed size, short ones are padded: then an item's bytes do not depend on its
-neighbours (design: measured on convolutions, where another batch size does change bits).
+neighbours (design: measured on convolutions, where another batch size does change bits). On a CPU
+that size is 1, which costs nothing there: in a larger batch an item's bytes depend on its place,
+because each thread takes a part of the batch and ends it with scalar instructions, which round
+differently (measured with 3 threads: 10 of 20 images). The number of threads still matters.
 """
 
 import gc
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from precompute.device import TORCH_DTYPES
-from precompute.model import ModelParts, variant_of, weights_file
+from precompute.model import ModelParts, load_tokenizer, variant_of, weights_file
 from store_format.errors import PrebakeError
 
 # diffusers imports xformers, which stage 1 does not use: keep its banner and its faults out.
@@ -29,14 +33,17 @@ except (ImportError, OSError, RuntimeError, AttributeError):
     sys.modules["xformers"] = None  # type: ignore[assignment]
 
 from diffusers import AutoencoderKL  # noqa: E402
-from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402
+from diffusers.utils import logging as diffusers_logging  # noqa: E402
+from transformers import CLIPTextModel  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-transformers_logging.disable_progress_bar()
+for library in (diffusers_logging, transformers_logging):
+    library.disable_progress_bar()
+    library.set_verbosity_error()  # what they warn of while loading is an error here, see `_load`
 
 TEXT_BATCH = 16
 
-Report = Callable[[str], None]
+_DECODER = ("decoder", "post_quant_conv")  # the half of a VAE that a bake does not need
 
 
 def to_stored(tensor: torch.Tensor, dtype: str) -> NDArray[np.generic]:
@@ -65,26 +72,15 @@ class ImageEncoder:
         compute_dtype: str,
         stored_dtype: str,
         device: torch.device,
-        report: Report,
     ) -> None:
         self._facts = parts.encoders.vae
         self._posterior = posterior
-        self._batch_size = batch_size
+        self._batch_size = _at_once(batch_size, device)
         self._stored_dtype = stored_dtype
         self._device = device
-        self._report = report
-        folder = parts.folder / "vae"
-        vae = AutoencoderKL.from_pretrained(
-            folder,
-            torch_dtype=TORCH_DTYPES[compute_dtype],
-            variant=variant_of(weights_file(folder)),
-            use_safetensors=True,
-            local_files_only=True,
-        )
-        vae.decoder = torch.nn.Identity()
-        vae.post_quant_conv = torch.nn.Identity()
-        self._vae = vae.to(device).eval().requires_grad_(False)
-        self.num_encoded = 0
+        self._vae = _load(AutoencoderKL, parts.folder / "vae", compute_dtype, device, _DECODER)
+        self.num_retried = 0  # images encoded in float32, after an overflow
+        self.notes: list[str] = []  # what a person should know; the caller takes them out
 
     @torch.no_grad()
     def encode(
@@ -106,19 +102,19 @@ class ImageEncoder:
             stop = min(start + self._batch_size, len(pixels))
             try:
                 results += self._encode_batch(pixels[start:stop], latent_keys[start:stop])
-            except torch.OutOfMemoryError:
-                if self._batch_size == 1:
-                    raise PrebakeError(
-                        f"out of memory while encoding one image of {pixels[0].shape[1]}x"
-                        f"{pixels[0].shape[0]} px on {self._device}. Bake at a lower --resolution."
-                    ) from None
-                self._batch_size //= 2
-                gc.collect()
-                torch.cuda.empty_cache()
-                self._report(f"out of memory: images are now encoded {self._batch_size} at once")
+                start = stop
                 continue
-            start = stop
-        self.num_encoded += len(pixels)
+            except torch.OutOfMemoryError:
+                pass  # handled below: here the exception still holds the tensors of the attempt
+            if self._batch_size == 1:
+                raise PrebakeError(
+                    f"out of memory while encoding one image of {pixels[0].shape[1]}x"
+                    f"{pixels[0].shape[0]} px on {self._device}. Bake at a lower --resolution."
+                )
+            self._batch_size //= 2
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.notes.append(f"out of memory: images are now encoded {self._batch_size} at once")
         return results
 
     def _encode_batch(
@@ -130,13 +126,14 @@ class ImageEncoder:
         images = images.to(torch.float32) / 127.5 - 1.0  # [B, 3, H, W] f32 in [-1, 1]
         moments = self._moments(images.to(self._vae.dtype))  # [B, 2C, h, w] f32
         bad = [i for i in range(len(pixels)) if not torch.isfinite(moments[i]).all()]
-        if bad and self._vae.dtype != torch.float32:
-            dtype = self._vae.dtype
-            retried = self._vae.to(torch.float32)
-            exact = self._moments(images)
-            retried.to(dtype)
-            moments[bad] = exact[bad]
-            self._report(f"{len(bad)} images overflowed {dtype} and were encoded in float32")
+        dtype = self._vae.dtype
+        if bad and dtype != torch.float32:
+            self._vae.to(torch.float32)
+            try:
+                moments[bad] = self._moments(images)[bad]
+            finally:
+                self._vae.to(dtype)
+            self.num_retried += len(bad)
         results: list[list[NDArray[np.generic]] | None] = []
         for i, key in enumerate(keys):
             tensors = [to_stored(t, self._stored_dtype) for t in self._latents(moments[i], key)]
@@ -186,42 +183,24 @@ class TextEncoder:
         stored_dtype: str,
         device: torch.device,
     ) -> None:
-        folder = parts.folder / "text_encoder"
-        self._model = (
-            CLIPTextModel.from_pretrained(
-                folder,
-                torch_dtype=TORCH_DTYPES[compute_dtype],
-                variant=variant_of(weights_file(folder)),
-                use_safetensors=True,
-                local_files_only=True,
-            )
-            .to(device)
-            .eval()
-            .requires_grad_(False)
-        )
-        self._tokenizer = load_tokenizer(parts.folder)
+        self._model = _load(CLIPTextModel, parts.folder / "text_encoder", compute_dtype, device)
+        self._tokenizer = load_tokenizer(parts.folder / "tokenizer")
         self._max_token_length = parts.max_token_length
         self._clip_skip = clip_skip
         self._stored_dtype = stored_dtype
         self._device = device
-        num_layers = self._model.config.num_hidden_layers
-        if clip_skip > num_layers:
-            raise PrebakeError(
-                f"--clip-skip {clip_skip}: the text encoder has {num_layers} layers."
-            )
-        self.num_encoded = 0
+        self._batch_size = _at_once(TEXT_BATCH, device)
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[EncodedText]:
         """Encode captions, each padded or cut to L tokens."""
         results: list[EncodedText] = []
-        for start in range(0, len(captions), TEXT_BATCH):
-            results += self._encode_batch(captions[start : start + TEXT_BATCH])
-        self.num_encoded += len(captions)
+        for start in range(0, len(captions), self._batch_size):
+            results += self._encode_batch(captions[start : start + self._batch_size])
         return results
 
     def _encode_batch(self, captions: Sequence[str]) -> list[EncodedText]:
-        padded = [*captions, *[""] * (TEXT_BATCH - len(captions))]
+        padded = [*captions, *[""] * (self._batch_size - len(captions))]
         tokens = self._tokenizer(
             padded,
             padding="max_length",
@@ -256,9 +235,41 @@ class TextEncoder:
         return torch.as_tensor(inner.final_layer_norm(output.hidden_states[-self._clip_skip]))
 
 
-def load_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Load the CLIP tokenizer of a model folder."""
-    return CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+def _at_once(batch_size: int, device: torch.device) -> int:
+    return 1 if device.type == "cpu" else batch_size
+
+
+def _load(
+    kind: Any, folder: Path, dtype: str, device: torch.device, unused: Sequence[str] = ()
+) -> Any:
+    """Load a frozen model part without its `unused` modules.
+
+    Raises:
+        PrebakeError: the weights are not those of the configuration, or do not fit the device.
+    """
+    try:
+        model, info = kind.from_pretrained(
+            folder,
+            torch_dtype=TORCH_DTYPES[dtype],
+            variant=variant_of(weights_file(folder)),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        missing = sorted(k for k in info["missing_keys"] if k.split(".")[0] not in unused)
+        if missing:  # the libraries only warn, and make up random weights
+            raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more")
+        for name in unused:
+            setattr(model, name, torch.nn.Identity())
+        return model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError:
+        raise PrebakeError(f"{folder} does not fit into the memory of {device}.") from None
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise PrebakeError(
+            f"{folder}: its weights do not load as its config.json says ({reason:.200}). "
+            "Copy the model again."
+        ) from error
 
 
 def _as_torch(array: NDArray[np.generic]) -> torch.Tensor:

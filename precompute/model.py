@@ -45,7 +45,13 @@ _CLIP_KEYS: dict[str, Any] = {
 }
 # Before diffusers 0.18 the attention of a VAE had these names (its loader still renames them).
 _OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_HUB_PATTERNS = ["vae/*", "text_encoder/*", "tokenizer/*", "scheduler/*.json", "model_index.json"]
+_HUB_PATTERNS = [
+    "model_index.json",
+    *(f"{part}/*.json" for part in ("vae", "text_encoder*", "tokenizer", "scheduler")),
+    *(f"{part}/*.safetensors" for part in ("vae", "text_encoder")),
+    "tokenizer/*.txt",
+]
+_WEIGHTS_NAME = re.compile(r"(model|diffusion_pytorch_model)(\.[^.]+)?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class ModelParts:
     encoders: Encoders
     base: BaseFacts
     max_token_length: int
+    num_text_layers: int
 
 
 def open_model(model: str) -> ModelParts:
@@ -71,11 +78,10 @@ def open_model(model: str) -> ModelParts:
         raise PrebakeError(f"{folder} has two text encoders (SDXL); prebake bakes SD 1.x so far.")
     vae_config = _read_config(folder, "vae")
     text_config = _read_config(folder, "text_encoder")
-    architecture = (text_config.get("architectures") or ["CLIPTextModel"])[0]
-    if architecture != "CLIPTextModel":
-        raise PrebakeError(
-            f"{folder / 'text_encoder'} is a {architecture}; prebake bakes CLIPTextModel so far."
-        )
+    _check_kind(folder / "vae", vae_config.get("_class_name"), "AutoencoderKL")
+    _check_kind(
+        folder / "text_encoder", (text_config.get("architectures") or [None])[0], "CLIPTextModel"
+    )
     scheduler = _read_config(folder, "scheduler", "scheduler_config.json")
     tokenizer_files = _tokenizer_files(folder / "tokenizer")
     latent_channels = int(vae_config.get("latent_channels", 4))
@@ -107,7 +113,18 @@ def open_model(model: str) -> ModelParts:
         prediction_type=str(scheduler.get("prediction_type", "epsilon")),
         num_train_timesteps=int(scheduler.get("num_train_timesteps", 1000)),
     )
-    return ModelParts(folder, encoders, base, int(text_config.get("max_position_embeddings", 77)))
+    return ModelParts(
+        folder,
+        encoders,
+        base,
+        max_token_length=int(text_config.get("max_position_embeddings", 77)),
+        num_text_layers=int(text_config.get("num_hidden_layers", 12)),
+    )
+
+
+def _check_kind(part: Path, found: str | None, expected: str) -> None:
+    if found not in (None, expected):
+        raise PrebakeError(f"{part} is a {found}; prebake bakes {expected} so far.")
 
 
 def downscale_of(folder: Path) -> int:
@@ -122,24 +139,27 @@ def weights_file(part: Path) -> Path:
     Raises:
         PrebakeError: there is none, or only a pickle.
     """
-    files = sorted(part.glob("*.safetensors"))
-    plain = [
-        file
-        for file in files
-        if file.name in ("model.safetensors", "diffusion_pytorch_model.safetensors")
-    ]
+    files = sorted(file for file in part.glob("*.safetensors") if _is_weights(file))
+    plain = [file for file in files if variant_of(file) is None]
     if plain or len(files) == 1:
         return (plain or files)[0]
     if files:
         names = ", ".join(file.name for file in files)
         raise PrebakeError(f"{part} holds several weight files ({names}). Keep one of them.")
-    pickles = [*part.glob("*.bin"), *part.glob("*.ckpt")]
+    pickles = sorted(file for file in part.glob("*") if file.suffix in (".bin", ".ckpt", ".pt"))
     if pickles:
         raise PrebakeError(
             f"{pickles[0]} is a pickle, which prebake never loads. Save the model again with "
             "save_pretrained(..., safe_serialization=True)."
         )
-    raise PrebakeError(f"{part} holds no weights (*.safetensors). The model folder is incomplete.")
+    raise PrebakeError(
+        f"{part} holds no weights (model.safetensors or diffusion_pytorch_model.safetensors). "
+        "The model folder is incomplete."
+    )
+
+
+def _is_weights(file: Path) -> bool:
+    return _WEIGHTS_NAME.fullmatch(file.name) is not None
 
 
 def variant_of(weights: Path) -> str | None:
@@ -158,7 +178,7 @@ def _local_folder(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PrebakeError(
             f"model {model}: no such folder, and the hub does not give it ({reason})."
         ) from None
@@ -172,8 +192,10 @@ def _read_config(folder: Path, part: str, name: str = "config.json") -> dict[str
         raise PrebakeError(
             f"{folder} is not a complete diffusers model: {part}/{name} is missing."
         ) from None
-    except ValueError as error:
-        raise PrebakeError(f"{path} is not valid JSON ({error}).") from None
+    except OSError as error:
+        raise PrebakeError(f"{path} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
+        raise PrebakeError(f"{path} is not valid JSON ({error}). Copy the model again.") from None
     if not isinstance(config, dict):
         raise PrebakeError(f"{path}: expected a JSON object.")
     return config
@@ -233,25 +255,42 @@ def _tensors(weights: Path) -> Iterator[tuple[str, str, memoryview]]:
         with weights.open("rb") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         (header_bytes,) = struct.unpack_from("<Q", view)
+        if 8 + header_bytes > len(view):
+            raise ValueError(f"its header ends at byte {8 + header_bytes} of {len(view)}")
         header = json.loads(bytes(view[8 : 8 + header_bytes]))
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-            if end > len(view):
-                raise ValueError(f"tensor {name} ends at byte {end} of {len(view)}")
+            if not 8 + header_bytes <= start <= end <= len(view):
+                raise ValueError(f"tensor {name} is at bytes {start} to {end} of {len(view)}")
             yield name, entry["dtype"], view[start:end]
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise PrebakeError(
             f"{weights} is not a whole safetensors file ({error}). Copy the model again."
         ) from None
 
 
-def _tokenizer_identity(folder: Path) -> str:
-    """Hash what decides the ids of a text: vocabulary, merges, special tokens, length."""
+def load_tokenizer(folder: Path) -> Any:
+    """Load the CLIP tokenizer in a model's `tokenizer` folder.
+
+    Raises:
+        PrebakeError: its files are damaged.
+    """
     from transformers import CLIPTokenizer
 
-    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the Rust tokenizers raise bare Exceptions
+        reason = " ".join(str(error).split())
+        raise PrebakeError(
+            f"{folder} does not load as a CLIP tokenizer ({reason:.200}). Copy the model again."
+        ) from error
+
+
+def _tokenizer_identity(folder: Path) -> str:
+    """Hash what decides the ids of a text: vocabulary, merges, special tokens, length."""
+    tokenizer = load_tokenizer(folder)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         merges = json.loads(fast.to_str())["model"]["merges"]
@@ -275,9 +314,9 @@ def _remembered(files: list[Path], compute: Callable[[], str]) -> str:
     ).hexdigest()
     memory = _cache_folder() / "identities" / key
     try:
-        remembered = memory.read_text()
-        if re.fullmatch(r"[0-9a-f]{64}", remembered):
-            return remembered
+        remembered = memory.read_bytes()
+        if re.fullmatch(rb"[0-9a-f]{64}", remembered):
+            return remembered.decode("ascii")
     except OSError:
         pass
     identity = compute()

@@ -5,6 +5,7 @@ equal latents that the store holds already, encoded, or named as a problem.
 """
 
 import hashlib
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,12 @@ from precompute.pixels import DECODE_RULES_VERSION, ImageSize, parse_background,
 from precompute.problems import ImageProblem, Problem, Reason
 from precompute.source import Scan, SourceImage
 from store_format import keys
+from store_format.errors import PrebakeError
 from store_format.index import LiveIndex
 from store_format.manifest import Dtype, Encoders
 from store_format.rows import SampleRow, Text, Tombstone
 
+EXAMINE_AT_ONCE = 64  # images for a thread: handing over each by itself costs more than a look
 FULL_NAMES: dict[str, Dtype] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -65,7 +68,7 @@ class BakeKeys:
     """Ids and keys under one bake's configuration."""
 
     def __init__(self, config: BakeConfig, encoders: Encoders, compute_dtype: str, length: int):
-        self.source = config.source
+        self.source = _checked_source(config)
         self.background = parse_background(config.background)
         self._posterior = config.posterior
         self._dtypes = {
@@ -127,6 +130,18 @@ class BakeKeys:
             bucket_px=work.bucket_px,
             texts=(self.text(work.image.caption),),
         )
+
+
+def _checked_source(config: BakeConfig) -> str:
+    """Return the source's name, which is part of ids: some text in UTF-8."""
+    name = config.source
+    shown = os.fsencode(name).decode("utf-8", "backslashreplace")
+    if not name or shown != name:
+        raise PrebakeError(
+            f"the folder's name {shown!r} cannot name a source: it must be text in UTF-8. "
+            "Give --source-name."
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -213,12 +228,16 @@ def make_plan(
         except OSError as error:
             return Problem(image.path, Reason.UNREADABLE, error.strerror or str(error))
 
+    starts = range(0, len(scan.images), EXAMINE_AT_ONCE)
+    parts = (scan.images[start : start + EXAMINE_AT_ONCE] for start in starts)
     with ThreadPoolExecutor(config.num_workers) as pool:
-        for found in pool.map(examine, scan.images, chunksize=16):
-            progress(1)
-            (works if isinstance(found, Work) else problems).append(found)  # type: ignore[arg-type]
-    present = {bake_keys.sample_id(image.path) for image in scan.images}
-    present |= {bake_keys.sample_id(problem.path) for problem in scan.problems}
+        for part in pool.map(lambda images: [examine(image) for image in images], parts):
+            for found in part:
+                (works if isinstance(found, Work) else problems).append(found)  # type: ignore[arg-type]
+            progress(len(part))
+    paths = {image.path for image in scan.images}
+    paths |= {p.path for p in scan.problems if p.reason is not Reason.MISSING_FILE}
+    present = {bake_keys.sample_id(path) for path in paths}
     dropped = [
         Tombstone(known.ids[row].hex(), config.source, known.paths[row])
         for row in known.of_source

@@ -22,7 +22,8 @@ class ShardSink:
     """Collects rows into shards and commits each when it is full or old enough.
 
     All work on the store happens on one thread, in the order of the calls; a call waits only when
-    MAX_PENDING earlier ones are unfinished. An error of the thread is raised by a later call.
+    MAX_PENDING earlier ones are unfinished. An error of the thread is raised by a later call, and
+    nothing more is written or committed: a shard may hold half a row.
     """
 
     def __init__(self, writer: StoreWriter, *, shard_bytes: int, shard_max_seconds: float) -> None:
@@ -37,6 +38,7 @@ class ShardSink:
         self._sample_rows: list[SampleRow] = []
         self._text_rows: list[TextRow] = []
         self._opened_s = 0.0
+        self._failed = False
 
     def put(
         self,
@@ -65,18 +67,24 @@ class ShardSink:
         return self._writer.reload()
 
     def close(self) -> None:
-        """End the thread; what was not flushed is abandoned."""
+        """End the thread; what was not flushed is left to the writer to abandon."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        for draft in (self._samples, self._texts):
-            if draft is not None:
-                draft.abandon()
 
     def _submit(self, call: Callable[[], None]) -> None:
         while len(self._pending) >= MAX_PENDING or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(call))
+        self._pending.append(self._thread.submit(self._unless_failed, call))
 
     # Below: only on the thread.
+
+    def _unless_failed(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except BaseException:
+            self._failed = True
+            raise
 
     def _put(
         self,

@@ -37,13 +37,12 @@ class TextBank:
             load_encoder: called once, when the first text must be encoded.
             reopen: commits what is under way and returns the store anew.
         """
-        self._store = store
         self._load_encoder = load_encoder
         self._reopen = reopen
         self._encoder: TextEncoder | None = None
         self._inline = store.manifest.texts_inline
-        self._stored = {row.text_key for row in store.index.iter_texts()}
-        self._places = self._inline_places()
+        self._look_into(store)
+        self._stored = set(self._rows)
         self._encoded_now: set[str] = set()
         self._memory: OrderedDict[str, Tensors] = OrderedDict()
         self._memory_bytes = 0
@@ -57,6 +56,7 @@ class TextBank:
             texts: captions with keys, in any number, repeats allowed.
             as_rows: whether they become text rows (shared texts, and the empty prompt always).
         """
+        self._forget_oldest()  # before the new ones, which `tensors` is asked for next
         held = self._stored if as_rows else self._stored | self._places.keys()
         new = {
             text.text_key: text
@@ -87,9 +87,8 @@ class TextBank:
         if text.text_key in self._memory:
             self._memory.move_to_end(text.text_key)
             return self._memory[text.text_key]
-        if text.text_key not in self._places and text.text_key not in self._stored:
-            self._store = self._reopen()
-            self._places = self._inline_places()
+        if text.text_key not in self._places and text.text_key not in self._rows:
+            self._look_into(self._reopen())
         if text.text_key in self._places:
             row, which = self._places[text.text_key]
             batch = self._store.read([row], [which])
@@ -103,16 +102,17 @@ class TextBank:
     def _remember(self, key: str, tensors: Tensors) -> None:
         self._memory[key] = tensors
         self._memory_bytes += sum(tensor.nbytes for tensor in tensors)
-        while self._memory_bytes > REMEMBERED_BYTES and len(self._memory) > 1:
+
+    def _forget_oldest(self) -> None:
+        while self._memory_bytes > REMEMBERED_BYTES:
             _, forgotten = self._memory.popitem(last=False)
             self._memory_bytes -= sum(tensor.nbytes for tensor in forgotten)
 
-    def _inline_places(self) -> dict[str, tuple[int, int]]:
-        """Return for each text inside a sample row (row, which of its texts)."""
-        if not self._inline:
-            return {}
-        return {
-            key.hex(): (row, which)
-            for row, keys in enumerate(self._store.index.samples["text_keys"].to_pylist())
-            for which, key in enumerate(keys)
-        }
+    def _look_into(self, store: Store) -> None:
+        """Note what can be read back: text rows, and texts inside sample rows as (row, which)."""
+        self._store = store
+        self._rows = {key.hex() for key in store.index.texts["text_key"].to_pylist()}
+        self._places: dict[str, tuple[int, int]] = {}
+        if self._inline:
+            for row, keys in enumerate(store.index.samples["text_keys"].to_pylist()):
+                self._places.update({key.hex(): (row, which) for which, key in enumerate(keys)})

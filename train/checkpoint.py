@@ -1,29 +1,35 @@
 """Checkpoints: what a run needs to go on bit for bit, and LoRA files that are usable at once.
 
 `RUN/checkpoints/step-00000200/` holds `adapter.safetensors` (A and B of each adapted module, f32),
-`optimizer.safetensors`, `state.json` (step, settings, scaler, sizes and hashes of the files) and
-the LoRA files. It is written under another name and renamed; nothing in it is a pickle. All random
-draws are keyed by step (train/draws.py), so there is no generator state to keep.
+`optimizer.safetensors`, `state.json` (step, settings, scaler, sizes and hashes of the files, and of
+itself) and the LoRA files. It is written under another name and renamed; nothing in it is a pickle.
+All random draws are keyed by step (train/draws.py), so there is no generator state to keep.
 """
 
+import fcntl
 import hashlib
 import json
-import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from store_format.errors import PrebakeError
-from store_format.files import flush_folder, sha256_of, write_file
+from store_format.files import flush_folder, is_file_with, make_folder, sha256_of, write_file
 from train.lora_files import LoraPair
 
 CHECKPOINTS_FOLDER = "checkpoints"
 STATE_NAME = "state.json"
+ADAPTER_NAME = "adapter.safetensors"
+OPTIMIZER_NAME = "optimizer.safetensors"
+LOCK_NAME = "run.lock"
 CHECKPOINT_VERSION = 1
 _PREFIX = "step-"
 _UNFINISHED = ".part"
@@ -44,6 +50,26 @@ class TrainingState:
     """What must be equal for the run to go on (see `check_settings`)."""
 
 
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Make the run's folder and keep other processes out of it; the system frees a dead one's lock.
+
+    Raises:
+        PrebakeError: another process trains in it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / LOCK_NAME).open("w") as file:
+        try:
+            # Not flock: loader workers inherit that, and outlive a killed run by seconds.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows either
+            raise PrebakeError(
+                f"{run} is in use by another training process. Wait for it to end, or give "
+                "another --out."
+            ) from None
+        yield
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` optimizer steps."""
     return run / CHECKPOINTS_FOLDER / f"{_PREFIX}{step:08d}"
@@ -61,19 +87,21 @@ def save_checkpoint(
     Args:
         run: the run's folder.
         state: what to keep.
-        keep_last: how many checkpoints stay.
+        keep_last: how many checkpoints stay, this one included. Later ones do not count: they were
+            found damaged when the run was resumed.
         write_lora_files: writes the usable LoRA files into the folder that it is given.
     """
     final = checkpoint_folder(run, state.step)
     part = final.with_name(f".{final.name}{_UNFINISHED}")
+    make_folder(final.parent)
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part.mkdir()
     adapter = {}
     for module, pair in state.adapter.items():
         adapter[f"{module}.lora_A"] = pair.lora_A.contiguous()
         adapter[f"{module}.lora_B"] = pair.lora_B.contiguous()
-    write_file(part / "adapter.safetensors", save(adapter))
-    write_file(part / "optimizer.safetensors", save(state.optimizer_tensors))
+    write_file(part / ADAPTER_NAME, save(adapter))
+    write_file(part / OPTIMIZER_NAME, save(state.optimizer_tensors))
     write_lora_files(part)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -88,22 +116,34 @@ def save_checkpoint(
         "scaler": state.scaler,
         "files": files,
     }
+    body["sha256"] = _hash_of(body)
     write_file(part / STATE_NAME, json.dumps(body, indent=1, sort_keys=True).encode())
     flush_folder(part)
     if final.exists():  # a damaged one that was passed over when the run was resumed
         shutil.rmtree(final)
     part.rename(final)
     flush_folder(final.parent)
-    for old in list_checkpoints(run)[keep_last:]:
+    for old in [p for p in list_checkpoints(run) if _step_of(p) <= state.step][keep_last:]:
         shutil.rmtree(old)
     return final
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Return the checkpoint folders of a run, the newest first, by the step in their names."""
-    folder = run / CHECKPOINTS_FOLDER
-    found = [p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True)
+    folders = [path for path in (run / CHECKPOINTS_FOLDER).glob(f"{_PREFIX}*") if path.is_dir()]
+    return sorted((path for path in folders if _step_of(path) >= 0), key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    """Return the step in a checkpoint folder's name; -1 for another name."""
+    found = re.fullmatch(f"{_PREFIX}([0-9]{{8,18}})", folder.name)
+    return int(found[1]) if found else -1
+
+
+def _hash_of(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the content of `state.json`, but for the hash itself."""
+    content = {key: value for key, value in body.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_checkpoint(folder: Path) -> TrainingState:
@@ -116,21 +156,40 @@ def read_checkpoint(folder: Path) -> TrainingState:
         body = json.loads((folder / STATE_NAME).read_bytes())
         if body["format"] != "prebake-checkpoint" or body["version"] != CHECKPOINT_VERSION:
             raise ValueError(f"{STATE_NAME} is of format {body['format']}, {body['version']}")
-        for name, entry in body["files"].items():
-            path = folder / Path(name).name
+        if body["sha256"] != _hash_of(body):
+            raise ValueError(f"{STATE_NAME} differs from its hash")
+        if _step_of(folder) not in (-1, body["step"]):
+            raise ValueError(f"{STATE_NAME} is of step {body['step']}")
+        for name in {ADAPTER_NAME, OPTIMIZER_NAME, *body["files"]}:
+            entry = body["files"][name]
+            path = folder / name
+            if path.parent != folder:
+                raise ValueError(f"{name} is not a file of this folder")
             if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
                 raise ValueError(f"{name} differs from its hash")
-        tensors = load_file(folder / "adapter.safetensors")
+        tensors = load_file(folder / ADAPTER_NAME)
         modules = sorted({name.rsplit(".", 1)[0] for name in tensors})
+        settings = dict(body["settings"])
+        if type(settings["total_steps"]) is not int or type(body["step"]) is not int:
+            raise ValueError(f"{STATE_NAME} has a step that is no number")
         return TrainingState(
-            step=int(body["step"]),
+            step=body["step"],
             adapter={m: LoraPair(tensors[f"{m}.lora_A"], tensors[f"{m}.lora_B"]) for m in modules},
-            optimizer_tensors=load_file(folder / "optimizer.safetensors"),
-            optimizer_meta=body["optimizer"],
-            scaler=body["scaler"],
-            settings=body["settings"],
+            optimizer_tensors=load_file(folder / OPTIMIZER_NAME),
+            optimizer_meta=dict(body["optimizer"]),
+            scaler=dict(body["scaler"]),
+            settings=settings,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise PrebakeError(f"checkpoint {folder} is damaged (it lacks {error}).") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise PrebakeError(f"checkpoint {folder} is damaged ({error}).") from None
 
 
@@ -198,7 +257,9 @@ def replace_in(run: Path, checkpoint: Path, names: Mapping[str, str]) -> None:
         names: file name in the checkpoint to file name in the run's folder.
     """
     for source, target in names.items():
-        part = run / f".{target}.{os.getpid()}.part"
-        write_file(part, (checkpoint / source).read_bytes())
-        part.replace(run / target)
+        data = (checkpoint / source).read_bytes()
+        if not is_file_with(run / target, data):
+            part = run / f".{target}{_UNFINISHED}"
+            write_file(part, data)
+            part.replace(run / target)
     flush_folder(run)

@@ -4,9 +4,10 @@ B samples of a micro-batch, C latent channels, h=H/8, w=W/8, L tokens, D text wi
 The loader's only state is the step at which it starts.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import signal
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from train.draws import draw_dropout, generator
 from train.order import EMPTY, Order
 
 EMPTY_PROMPT = -1
+WORKER_GRACE_S = 60
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,25 @@ class MicroBatch:
     tensors: dict[str, torch.Tensor]
     weights: torch.Tensor
     num_samples: int
+
+    def pin_memory(self) -> Self:
+        """Return the batch in page-locked memory (DataLoader calls this if it is to pin)."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return replace(self, tensors=pinned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel from a worker as plain bytes.
+
+        A tensor would take a file descriptor and shared memory, of which most systems allow 1024
+        and containers 64 MiB: too few for long accumulation or large batches.
+        """
+        arrays = {name: _to_bytes(tensor) for name, tensor in self.tensors.items()}
+        return self.__dict__ | {"tensors": arrays, "weights": _to_bytes(self.weights)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {name: _from_bytes(packed) for name, packed in state["tensors"].items()}
+        weights = _from_bytes(state["weights"])
+        self.__dict__.update(state | {"tensors": tensors, "weights": weights})
 
 
 class Samples:
@@ -65,8 +86,12 @@ class Samples:
         return len(self.first_row)
 
 
-class StepDataset(Dataset[list[MicroBatch]]):
-    """Maps a step number to the micro-batches of one rank."""
+class StepDataset(Dataset[list[MicroBatch] | PrebakeError]):
+    """Maps a step number to the micro-batches of one rank.
+
+    An error of the store is returned, not raised: DataLoader would wrap a worker's traceback
+    around its one line.
+    """
 
     def __init__(
         self,
@@ -86,9 +111,12 @@ class StepDataset(Dataset[list[MicroBatch]]):
         self._caption_dropout = caption_dropout
         self._weights = store.index.column("weight")
 
-    def __getitem__(self, step: int) -> list[MicroBatch]:
+    def __getitem__(self, step: int) -> list[MicroBatch] | PrebakeError:
         """Read a step's micro-batches."""
-        return [self._read(step, slots) for slots in self._order.step(step)]
+        try:
+            return [self._read(step, slots) for slots in self._order.step(step)]
+        except PrebakeError as error:
+            return error
 
     def _read(self, step: int, slots: NDArray[np.int64]) -> MicroBatch:
         """Read one micro-batch from its slots [R, S]."""
@@ -141,9 +169,15 @@ def _pick(seed: int, purpose: str, step: int, key: str, weights: Sequence[float]
 
 def iterate_steps(
     dataset: StepDataset, start: int, stop: int, *, num_workers: int, pin_memory: bool
-) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of steps `start` to `stop` - 1, read ahead by `num_workers`."""
-    loader: DataLoader[list[MicroBatch]] = DataLoader(
+) -> Generator[list[MicroBatch], None, None]:
+    """Yield the micro-batches of steps `start` to `stop` - 1, read ahead by `num_workers`.
+
+    Close the generator to end the workers.
+
+    Raises:
+        PrebakeError: the store cannot be read.
+    """
+    loader: DataLoader[list[MicroBatch] | PrebakeError] = DataLoader(
         dataset,
         batch_size=None,
         sampler=range(start, stop),
@@ -151,5 +185,31 @@ def iterate_steps(
         prefetch_factor=4 if num_workers else None,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
+        worker_init_fn=_start_worker,
     )
-    return iter(loader)
+    try:
+        for micro_batches in loader:
+            if isinstance(micro_batches, PrebakeError):
+                raise micro_batches
+            yield micro_batches
+    finally:
+        del loader  # ends the workers, also while an exception keeps this frame
+
+
+def _start_worker(worker: int) -> None:
+    """Leave signals to the training process, which ends its workers after its last step.
+
+    Ctrl-C and job managers signal the workers too, and a run whose worker died cannot finish its
+    step. SIGTERM ends a worker after a while, for it must end a worker that is left over.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_GRACE_S))
+
+
+def _to_bytes(tensor: torch.Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Size]:
+    return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+
+def _from_bytes(packed: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> torch.Tensor:
+    array, dtype, shape = packed
+    return torch.from_numpy(array).view(dtype).reshape(shape)

@@ -4,10 +4,12 @@ B batch, C latent channels, h=H/8, w=W/8, L tokens, D text width. Latents are sc
 """
 
 import json
+import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from store_format.errors import PrebakeError
 from store_format.progress import Progress
 from train.attention import choose_attention
 from train.checkpoint import (
+    LOCK_NAME,
     TrainingState,
     check_settings,
     checkpoint_folder,
     fingerprint,
     list_checkpoints,
+    locked,
     newest_valid,
     read_checkpoint,
     remove_unfinished,
@@ -42,7 +46,7 @@ from train.lora import (
     trainable_parameters,
 )
 from train.lora_files import save_diffusers_lora, save_kohya_lora
-from train.metrics import METRICS_NAME, MetricsLog, draw_curve
+from train.metrics import METRICS_NAME, PICTURE_NAME, MetricsLog, draw_curve
 from train.objective import mse_loss, noisy_latents_and_target
 from train.optimizer import (
     learning_rate_factor,
@@ -55,6 +59,7 @@ from train.unet import load_noise_scheduler, load_unet
 
 Say = Callable[[str], None]
 
+CONFIG_NAME = "config.json"
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
 KOHYA_NAME = "kohya_lora.safetensors"
 DTYPES = {"no": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,18 +103,51 @@ def train(
     describe(setup, config, say)
     for warning in lora_warnings(rank=config.rank, alpha=config.alpha):
         say(f"warning: {warning}")
-    state = _state_to_continue(config, setup, say)
     if dry_run:
+        state = _state_to_continue(config, setup, say)
         return Result(state.step if state else 0, setup.total_steps)
-    if state is not None and state.step >= setup.total_steps:
-        say(f"{config.out} has all {setup.total_steps} steps; nothing to do")
-        return Result(state.step, setup.total_steps)
-    if accelerator.is_main_process:
-        config.out.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(config.out)
-        text = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-        (config.out / "config.json").write_text(text)
-    return _Run(config, setup, accelerator, state, say).run(should_stop)
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            _refuse_foreign_files(config)
+            stack.enter_context(locked(config.out))
+        state = _state_to_continue(config, setup, say)
+        if state is not None and state.step >= setup.total_steps:
+            say(f"{config.out} has all {setup.total_steps} steps; nothing to do")
+            if accelerator.is_main_process and config.resume == "auto":
+                # Again, should the run have been killed before it got there.
+                _publish(config, state.step)
+            return Result(state.step, setup.total_steps)
+        run = _Run(config, setup, accelerator, state, say)
+        if accelerator.is_main_process:
+            remove_unfinished(config.out)
+            text = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+            (config.out / CONFIG_NAME).write_text(text)
+        return run.run(should_stop)
+
+
+def _refuse_foreign_files(config: TrainConfig) -> None:
+    """Refuse to overwrite what is not of a run of ours.
+
+    Raises:
+        PrebakeError: the folder holds files named like a run's, but is no run's.
+    """
+    written = (CONFIG_NAME, METRICS_NAME, PICTURE_NAME, *_lora_names(config).values())
+    found = [name for name in written if (config.out / name).exists()]
+    if found and not (config.out / LOCK_NAME).exists():
+        raise PrebakeError(
+            f"{config.out} holds {', '.join(found)}, which no run of prebake wrote and this one "
+            "would overwrite. Give another --out."
+        )
+
+
+def _lora_names(config: TrainConfig) -> dict[str, str]:
+    """Return the LoRA files: name in a checkpoint to name in the run's folder."""
+    return {DIFFUSERS_NAME: DIFFUSERS_NAME, KOHYA_NAME: f"{run_name(config.out)}.safetensors"}
+
+
+def _publish(config: TrainConfig, step: int) -> None:
+    """Put the LoRA files of a checkpoint into the run's folder."""
+    replace_in(config.out, checkpoint_folder(config.out, step), _lora_names(config))
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -140,12 +178,16 @@ def _state_to_continue(config: TrainConfig, setup: RunSetup, say: Say) -> Traini
         state = newest_valid(config.out, say)
     else:
         chosen = Path(config.resume)
-        state = read_checkpoint(chosen)
-        newer = [path for path in held if path > checkpoint_folder(config.out, state.step)]
-        if newer:
+        if not chosen.is_dir():
             raise PrebakeError(
-                f"{config.out} holds later checkpoints than {chosen}, such as {newer[-1].name}. "
-                "Give another --out to branch off."
+                f"--resume {chosen}: no such checkpoint. Give auto, never, or a folder such as "
+                f"{checkpoint_folder(config.out, 100)}."
+            )
+        state = read_checkpoint(chosen)
+        if held and held[0].resolve() != chosen.resolve():
+            raise PrebakeError(
+                f"{config.out} holds another checkpoint than {chosen}: {held[0].name}. "
+                "Give --resume auto to continue that, or another --out to branch off."
             )
     if state is None:
         return None
@@ -229,11 +271,19 @@ class _Run:
 
     def _restore(self, state: TrainingState) -> None:
         load_lora_weights_into(self._bare_unet, state.adapter)
-        load_optimizer_tensors(
-            self._optimizer.optimizer, state.optimizer_tensors, state.optimizer_meta
-        )
-        if self._accelerator.scaler is not None and state.scaler:
-            self._accelerator.scaler.load_state_dict(state.scaler)
+        try:
+            load_optimizer_tensors(
+                self._optimizer.optimizer, state.optimizer_tensors, state.optimizer_meta
+            )
+            if self._accelerator.scaler is not None and state.scaler:
+                self._accelerator.scaler.load_state_dict(state.scaler)
+        except PrebakeError:
+            raise
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise PrebakeError(
+                f"the optimizer state of step {state.step} cannot be used ({error!r}). "
+                "Give --resume another checkpoint, and another --out."
+            ) from None
         self._first_step = state.step
 
     def run(self, should_stop: Callable[[], bool]) -> Result:
@@ -243,17 +293,21 @@ class _Run:
         is_main = self._accelerator.is_main_process
         num_skipped = 0
         saved_step = step if step else None
-        with MetricsLog(config.out, step) as log, Progress(total, "steps", "training", step) as bar:
-            for micro_batches, wait_s in _timed(self._batches(step, total)):
+        with ExitStack() as stack:
+            log = stack.enter_context(MetricsLog(config.out, step)) if is_main else None
+            bar = stack.enter_context(Progress(total, "steps", "training", step))
+            batches = stack.enter_context(closing(self._batches(step, total)))
+            for micro_batches, wait_s in _timed(batches):
                 start_s = time.monotonic()
                 metrics = self._train_step(step, micro_batches)
                 metrics["data_wait_s"] = wait_s
                 metrics["step_s"] = time.monotonic() - start_s + wait_s
-                if is_main:
+                if log is not None:
                     log.write(step, metrics)
                 num_skipped = num_skipped + 1 if metrics.get("skipped") else 0
                 if num_skipped > MAX_SKIPPED_IN_A_ROW:
-                    raise NonFiniteError(self._diagnosis(step, micro_batches, "gradient"))
+                    what = f"gradient, as in the {MAX_SKIPPED_IN_A_ROW} steps before,"
+                    raise NonFiniteError(self._diagnosis(step, micro_batches, what))
                 step += 1
                 bar.advance(note=f"loss {metrics['loss']:.4f}")
                 if config.save_every and step % config.save_every == 0 and step < total:
@@ -264,18 +318,13 @@ class _Run:
         if saved_step != step:
             self._save(step)
         if is_main:
-            names = {
-                DIFFUSERS_NAME: DIFFUSERS_NAME,
-                KOHYA_NAME: f"{run_name(config.out)}.safetensors",
-            }
-            replace_in(config.out, checkpoint_folder(config.out, step), names)
+            _publish(config, step)
+            files = ", ".join(str(config.out / name) for name in _lora_names(config).values())
+            self._say(f"LoRA after step {step}: {files}")
             draw_curve(config.out)
-            self._say(
-                f"LoRA after step {step}: {', '.join(str(config.out / n) for n in names.values())}"
-            )
         return Result(step, total)
 
-    def _batches(self, start: int, stop: int) -> Iterator[list[MicroBatch]]:
+    def _batches(self, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:
         config = self._config
         dataset = StepDataset(
             self._setup.store,
@@ -304,27 +353,27 @@ class _Run:
         )
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        num_samples = sum(batch.num_samples for batch in micro_batches)
         step_loss = 0.0
         for number, batch in enumerate(micro_batches):
             # Ranks exchange gradients once a step, after the last micro-batch.
-            if number < len(micro_batches) - 1:
-                with accelerator.no_sync(self._unet):
-                    loss = self._loss(batch)
-                    accelerator.backward(loss / len(micro_batches))
-            else:
-                loss = self._loss(batch)
-                accelerator.backward(loss / len(micro_batches))
-            mean_over_ranks = accelerator.reduce(loss.detach(), reduction="mean").item()
-            step_loss += mean_over_ranks / len(micro_batches)
+            is_last = number == len(micro_batches) - 1
+            with nullcontext() if is_last else accelerator.no_sync(self._unet):
+                loss = self._loss(batch, num_samples)
+                accelerator.backward(loss)
+            step_loss += accelerator.reduce(loss.detach(), reduction="mean").item()
         if step == self._first_step:
             check_every_adapter_has_gradient(self._bare_unet)
-        # Unscale, then clip, then step: clip_grad_norm_ of accelerate unscales first.
-        grad_norm = float(accelerator.clip_grad_norm_(self._parameters, config.max_grad_norm))
-        scaler = accelerator.scaler
-        finite = torch.isfinite(torch.tensor(grad_norm)).item()
-        if not finite and scaler is None:
-            raise NonFiniteError(self._diagnosis(step, micro_batches, "gradient"))
-        clipped_norm = float(_norm(self._parameters)) if finite else grad_norm
+        # Unscale, then clip, then step. A norm that is not finite would spoil every gradient.
+        accelerator.unscale_gradients()
+        norm = _norm(self._parameters)
+        grad_norm, scaler = norm.item(), accelerator.scaler
+        clipped_norm = grad_norm
+        if math.isfinite(grad_norm):
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, config.max_grad_norm, norm)
+            clipped_norm = _norm(self._parameters).item()
+        elif scaler is None:
+            raise NonFiniteError(self._diagnosis(step, micro_batches, self._bad_gradient()))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Any] = {
@@ -339,8 +388,14 @@ class _Run:
             metrics["skipped"] = bool(self._optimizer.step_was_skipped)
         return metrics
 
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the mean loss of the samples of all ranks, as this rank's share of it.
+    def _loss(self, batch: MicroBatch, num_samples: int) -> torch.Tensor:
+        """Return a micro-batch's share of the step's loss, which is the mean of all its samples.
+
+        A mean of the micro-batches' means would weigh the samples of a short one more than others.
+
+        Args:
+            batch: the micro-batch.
+            num_samples: how many samples the step has, in all its micro-batches and on all ranks.
 
         Raises:
             NonFiniteError: it is NaN or infinite.
@@ -360,7 +415,8 @@ class _Run:
         model_pred = self._unet(noisy.to(dtype), timesteps, states).sample  # [B, C, h, w]
         per_sample, _ = mse_loss(model_pred, target)  # [B] f32
         weighted = per_sample * batch.weights.to(device)
-        loss = weighted.sum() * (self._accelerator.num_processes / batch.num_samples)
+        # Ranks average their gradients, hence the factor.
+        loss: torch.Tensor = weighted.sum() * (self._accelerator.num_processes / num_samples)
         if not torch.isfinite(loss):
             tensors = {"latents": latents, "encoder_hidden_states": states}
             tensors |= {"model_pred": model_pred, "loss": loss}
@@ -385,21 +441,33 @@ class _Run:
         )
         return (mean + batch.tensors["latents_std"].float() * noise).to(device)
 
+    def _bad_gradient(self) -> str:
+        """Name the first gradient that is not finite, and say how many there are."""
+        bad = [
+            name
+            for name, parameter in self._named
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+        ]
+        if not bad:
+            return "gradient norm"
+        return f"gradient of {bad[0]} ({len(bad)} of {len(self._named)} tensors)"
+
     def _diagnosis(self, step: int, batches: list[MicroBatch], what: str) -> str:
-        if what == "gradient":
-            bad = [
-                name
-                for name, parameter in self._named
-                if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-            ]
-            what = (
-                f"gradient of {bad[0]} ({len(bad)} of {len(self._named)} tensors)" if bad else what
+        """Say in one line what went wrong in which step, with which samples, and what to try."""
+        store, seed = self._setup.store, self._config.seed
+        samples = []
+        for batch in batches:
+            timesteps = draw_timesteps(
+                seed, step, batch.sample_ids, self._setup.facts.num_train_timesteps
             )
-        ids = ", ".join(key for batch in batches for key in batch.sample_ids)
+            for key, timestep in zip(batch.sample_ids, timesteps.tolist(), strict=True):
+                path = store.sample(store.row_of(key)).path
+                bucket = "x".join(map(str, batch.bucket_px))
+                samples.append(f"{path} (id {key}, bucket {bucket}, timestep {timestep})")
         kept = list_checkpoints(self._config.out)
         return (
             f"{self._config.out}: step {step}: {what} is not finite; the step was not applied. "
-            f"Samples: {ids} (bucket {'x'.join(map(str, batches[0].bucket_px))}). "
+            f"Samples: {', '.join(samples)}. "
             f"Try bf16 or no mixed precision, a lower --learning-rate, a longer warm-up. "
             f"Last good checkpoint: {kept[0] if kept else 'none yet'}."
         )

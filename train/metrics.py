@@ -38,12 +38,17 @@ class MetricsLog:
         self._board.close()
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Log one step (from 0)."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Log one step (from 0). JSON has no infinity: a gradient that overflowed is null."""
+        finite = {k: None if _is_infinite(value) else value for k, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"train/{name}", value, step)
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ size); an optimizer step takes A micro-batches (gradient accumulation). In each 
 
 - every sample appears once;
 - the micro-batches of a bucket are filled in a shuffled order of its samples, and all micro-batches
-  are then shuffled together;
+  are then shuffled together; a sample that is added or dropped does not change the order of the
+  others of its bucket;
 - what is left over in a bucket makes one smaller micro-batch, spread evenly over the ranks; a rank
   may find no sample in it and then contributes nothing;
 - the last step takes the micro-batches that are left, possibly fewer than A; no step straddles
@@ -17,7 +18,6 @@ Physical rows, format, caches and the number of writers play no part.
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -67,13 +67,15 @@ class Order:
         counts = np.bincount(self._bucket_of)
         self.num_micro_batches = int((-(-counts // per_batch)).sum())
         self.steps_per_epoch = -(-self.num_micro_batches // shape.accumulation)
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._epoch: tuple[int, NDArray[np.int64]] | None = None  # the last one asked for
 
     def step(self, step: int) -> NDArray[np.int64]:
         """Return the samples of optimizer step `step` (from 0): [A or fewer, R, S], EMPTY = -1."""
         epoch, position = divmod(step, self.steps_per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._make_epoch(epoch)
         start = position * self._shape.accumulation
-        return self._epoch(epoch)[start : start + self._shape.accumulation]
+        return self._epoch[1][start : start + self._shape.accumulation]
 
     def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return all micro-batches of an epoch: [M, R, S]."""

@@ -1,6 +1,7 @@
 """What a run is, worked out and checked before any weights are loaded."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from store_format.errors import DamagedStoreError, PrebakeError
+from store_format.index import list_values
 from store_format.manifest import Manifest, TensorSpec
 from store_format.store import Store, open_store
 from store_format.verify import verify_store
@@ -111,14 +113,19 @@ def text_spec(manifest: Manifest) -> TensorSpec:
 
 
 def content_hash(store: Store) -> str:
-    """Return a hash of which samples, latents and texts the store holds, by their keys."""
-    digest = hashlib.sha256(store.manifest.to_json())
+    """Return a hash of which samples, latents, texts and weights the store holds, by their keys."""
+    bake = store.manifest.model_dump(mode="json", exclude={"layout"})  # bytes are equal in each
+    digest = hashlib.sha256(json.dumps(bake, sort_keys=True).encode())
     for name in ("sample_id", "latent_key"):
-        for chunk in store.index.samples[name].to_pylist():
-            digest.update(chunk)
+        for key in store.index.samples[name].to_pylist():
+            digest.update(key)
     for keys in store.index.samples["text_keys"].to_pylist():
         digest.update(len(keys).to_bytes(4, "little") + b"".join(keys))
-    digest.update(np.ascontiguousarray(store.index.column("weight"), "<f4").tobytes())
+    for weights in (
+        list_values(store.index.samples["text_weights"]),
+        store.index.column("weight"),
+    ):
+        digest.update(np.ascontiguousarray(weights, "<f8").tobytes())
     return digest.hexdigest()
 
 
