@@ -5,28 +5,26 @@ images -> scan -> plan -> (decode ahead in threads) -> encoders -> sink (a threa
 
 import hashlib
 import json
-import shutil
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from precompute.buckets import cropped_fraction
 from precompute.config import BakeConfig
 from precompute.device import choose_compute_dtype, choose_device
+from precompute.lazy_encoders import Encoders
 from precompute.model import ModelParts, downscale_of, open_model
 from precompute.pixels import decode
 from precompute.plan import FULL_NAMES, Action, BakeKeys, Plan, Work, make_plan
 from precompute.problems import ImageProblem, Problem, Reason
 from precompute.sink import ShardSink
 from precompute.source import scan_folder
+from precompute.summary import REPORT_NAME, Summary, describe_plan
 from precompute.texts import TextBank
 from store_format.errors import PrebakeError
 from store_format.files import replace_file
@@ -36,28 +34,7 @@ from store_format.progress import Progress
 from store_format.store import Store
 from store_format.writer import StoreWriter, check_target
 
-if TYPE_CHECKING:
-    from precompute.encoders import ImageEncoder, TextEncoder
-
-REPORT_NAME = "report.jsonl"
 DECODE_AHEAD_BATCHES = 3
-
-
-@dataclass
-class Summary:
-    """What a run did."""
-
-    plan: Plan
-    num_stored: int = 0
-    num_images_encoded: int = 0
-    num_captions_encoded: int = 0
-    num_images_retried: int = 0
-    num_captions_cut: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    buckets: Counter[tuple[int, int]] = field(default_factory=Counter)
-    seconds: float = 0.0
-    interrupted: bool = False
 
 
 def prepare(config: BakeConfig) -> tuple[ModelParts, Manifest, BakeKeys]:
@@ -147,7 +124,7 @@ def bake(
         _check_drop(plan, config)
         return plan
 
-    encoders = _Encoders(config, parts, manifest)
+    encoders = Encoders(config, parts, manifest)
     try:
         if dry_run:
             return Summary(plan_against(LiveIndex(config.out)))
@@ -171,55 +148,13 @@ class _Stopped(Exception):  # noqa: N818 - not an error: the user's wish
     """Planning was asked to stop."""
 
 
-class _Encoders:
-    """The two encoders of a bake, each loaded when it is first used."""
-
-    def __init__(self, config: BakeConfig, parts: ModelParts, manifest: Manifest) -> None:
-        self._config = config
-        self._parts = parts
-        self._compute_dtype = next(
-            short for short, full in FULL_NAMES.items() if full == manifest.config["compute_dtype"]
-        )
-
-    def load(self) -> None:
-        """Load both now."""
-        _ = self.text, self.image
-
-    @cached_property
-    def image(self) -> "ImageEncoder":
-        """The VAE's encoder."""
-        from precompute.encoders import ImageEncoder
-
-        return ImageEncoder(
-            self._parts,
-            posterior=self._config.posterior,
-            batch_size=self._config.batch_size,
-            compute_dtype=self._compute_dtype,
-            stored_dtype=self._config.dtype,
-            device=choose_device(self._config.device),
-        )
-
-    @cached_property
-    def text(self) -> "TextEncoder":
-        """The text encoder with its tokenizer."""
-        from precompute.encoders import TextEncoder
-
-        return TextEncoder(
-            self._parts,
-            clip_skip=self._config.clip_skip,
-            compute_dtype=self._compute_dtype,
-            stored_dtype=self._config.dtype,
-            device=choose_device(self._config.device),
-        )
-
-
 class _Run:
     """One execution of a plan."""
 
     def __init__(
         self,
         config: BakeConfig,
-        encoders: _Encoders,
+        encoders: Encoders,
         writer: StoreWriter,
         bake_keys: BakeKeys,
         plan: Plan,
@@ -371,44 +306,6 @@ class _Run:
         self._progress.say(line)
 
 
-def describe_plan(
-    plan: Plan, manifest: Manifest, config: BakeConfig, say: Callable[[str], None]
-) -> None:
-    """Say what the run will do and why, what it will write, and how much room there is."""
-    say(f"plan for {config.out} (source '{config.source}'):")
-    for (action, why), count in sorted(plan.counts().items()):
-        say(f"  {count:>9} {action}: {why}")
-    buckets: Counter[tuple[int, int]] = Counter(work.bucket_px for work in plan.samples())
-    captions = {work.image.caption for work in plan.samples()}
-    num_bytes = _bytes_to_write(plan, manifest, len(captions))
-    if buckets:
-        shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(buckets.items()))
-        say(f"  buckets (width x height): {shown}")
-        say(f"  {len(captions)} different captions for {buckets.total()} images")
-        existing = next(p for p in (config.out, *config.out.absolute().parents) if p.exists())
-        free = shutil.disk_usage(existing).free
-        say(f"  writes about {num_bytes / 2**20:.1f} MiB; {free / 2**20:.0f} MiB are free")
-        if num_bytes > free:
-            say("  warning: that is more than is free")
-
-
-def _bytes_to_write(plan: Plan, manifest: Manifest, num_captions: int) -> int:
-    text_bytes = sum(spec.row_bytes(None) for spec in manifest.text_tensors)
-    total = 0 if manifest.texts_inline else num_captions * text_bytes
-    for work in plan.samples():
-        cells = manifest.cells(work.bucket_px)
-        if manifest.texts_inline or work.action is not Action.TEXT_ONLY:
-            total += sum(spec.row_bytes(cells) for spec in manifest.variant_tensors)
-        total += text_bytes if manifest.texts_inline else 0
-    return total
-
-
-def average_crop(plan: Plan) -> float:
-    """Return the mean cropped fraction of the images that the plan writes."""
-    fractions = [float(cropped_fraction(work.geometry)) for work in plan.samples()]
-    return sum(fractions) / len(fractions) if fractions else 0.0
-
-
 def _check_drop(plan: Plan, config: BakeConfig) -> None:
     if 2 * len(plan.dropped) > plan.num_of_source_before and not config.allow_drop:
         raise PrebakeError(
@@ -422,35 +319,3 @@ def _write_report(writer: StoreWriter, summary: Summary) -> None:
     lines = [asdict(problem) for problem in summary.problems]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     replace_file(writer.root / REPORT_NAME, text.encode("utf-8"), writer.staging)
-
-
-def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], None]) -> None:
-    """Say what was stored, how, and what was not."""
-    plan = summary.plan
-    if summary.interrupted:
-        say("interrupted; what was finished is kept. Run the same command to go on.")
-    rate = summary.num_images_encoded / summary.seconds if summary.seconds else 0.0
-    say(
-        f"{summary.num_stored} samples written, {plan.reused} unchanged, "
-        f"{len(plan.dropped)} dropped, {len(summary.problems)} files not stored; "
-        f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded "
-        f"in {summary.seconds:.1f} s ({rate:.2f} images/s)"
-    )
-    for note in summary.notes:
-        say(note)
-    if summary.num_images_retried:
-        say(f"{summary.num_images_retried} images overflowed and were encoded in float32")
-    if summary.num_captions_cut:
-        say(f"{summary.num_captions_cut} captions were longer than the text encoder and were cut")
-    if summary.num_stored:
-        say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
-    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(summary.buckets.items()))
-    if shown or not summary.interrupted:  # planning that was interrupted did not count them
-        total = summary.buckets.total()
-        say(f"{config.out} now holds {total} samples in buckets {shown or '(none)'}")
-    if summary.problems:
-        say(f"not stored, see {config.out / REPORT_NAME}:")
-        for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):
-            first = next(p for p in summary.problems if p.reason.value == reason)
-            path = first.path.replace("\n", "\\n")
-            say(f"  {count:>9} {reason}, such as {path}: {first.detail}")

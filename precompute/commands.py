@@ -28,7 +28,8 @@ def precompute(dry_run: bool, **options: Any) -> None:
     """
     config = validated(BakeConfig, options)
     config = config.model_copy(update={"model": resolve_model(config.model)})
-    from precompute.bake import bake, describe_summary
+    from precompute.bake import bake
+    from precompute.summary import describe_summary
 
     with StopRequest() as stop:
         summary = bake(config, say=click.echo, should_stop=stop, dry_run=dry_run)

@@ -19,8 +19,9 @@ import numpy as np
 from PIL import Image
 from tiny_models import make_tiny_sd
 
-from precompute.bake import Summary, bake
+from precompute.bake import bake
 from precompute.config import BakeConfig
+from precompute.summary import Summary
 from store_format import open_store
 from store_format.rows import SampleRow
 from store_format.store import Store

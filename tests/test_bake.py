@@ -39,12 +39,13 @@ from tiny_models import tiny_vae
 import precompute.bake
 import precompute.encoders
 import precompute.texts
-from precompute.bake import Summary, describe_summary, prepare
+from precompute.bake import prepare
 from precompute.buckets import choose_geometry
 from precompute.pixels import ImageSize
 from precompute.plan import Plan, make_plan
 from precompute.problems import ImageProblem, Reason
 from precompute.source import Scan, SourceImage
+from precompute.summary import Summary, describe_summary
 from store_format import open_store
 from store_format.errors import NotAStoreError, OtherBakeError, PrebakeError
 from store_format.index import LiveIndex

@@ -3,7 +3,6 @@
 B batch, C latent channels, h=H/8, w=W/8, L tokens, D text width. Latents are scaled latents.
 """
 
-import json
 import math
 import resource
 import sys
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +19,12 @@ from store_format.errors import PrebakeError
 from store_format.progress import Progress
 from train.attention import choose_attention
 from train.checkpoint import (
-    LOCK_NAME,
     TrainingState,
     check_settings,
-    checkpoint_folder,
     fingerprint,
     list_checkpoints,
     locked,
-    newest_valid,
-    read_checkpoint,
     remove_unfinished,
-    replace_in,
     save_checkpoint,
 )
 from train.config import TrainConfig
@@ -45,8 +38,7 @@ from train.lora import (
     lora_weights,
     trainable_parameters,
 )
-from train.lora_files import save_diffusers_lora, save_kohya_lora
-from train.metrics import METRICS_NAME, PICTURE_NAME, MetricsLog, draw_curve
+from train.metrics import MetricsLog, draw_curve
 from train.objective import mse_loss, noisy_latents_and_target
 from train.optimizer import (
     learning_rate_factor,
@@ -54,17 +46,21 @@ from train.optimizer import (
     make_optimizer,
     optimizer_tensors,
 )
-from train.setup import RunSetup, describe, latents_spec, run_name, set_up, text_spec
+from train.resume import state_to_continue
+from train.run_files import (
+    lora_names,
+    publish_lora_files,
+    refuse_foreign_files,
+    write_config,
+    write_lora_files,
+)
+from train.setup import RunSetup, describe, latents_spec, set_up, text_spec
 from train.unet import load_noise_scheduler, load_unet
 
 Say = Callable[[str], None]
 
-CONFIG_NAME = "config.json"
-DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
-KOHYA_NAME = "kohya_lora.safetensors"
-DTYPES = {"no": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MAX_SKIPPED_IN_A_ROW = 50
-FLUSHED_WORTH_SAYING = 0.01
 
 
 class NonFiniteError(PrebakeError):
@@ -104,50 +100,24 @@ def train(
     for warning in lora_warnings(rank=config.rank, alpha=config.alpha):
         say(f"warning: {warning}")
     if dry_run:
-        state = _state_to_continue(config, setup, say)
+        state = state_to_continue(config, setup, say)
         return Result(state.step if state else 0, setup.total_steps)
     with ExitStack() as stack:
         if accelerator.is_main_process:
-            _refuse_foreign_files(config)
+            refuse_foreign_files(config.out)
             stack.enter_context(locked(config.out))
-        state = _state_to_continue(config, setup, say)
+        state = state_to_continue(config, setup, say)
         if state is not None and state.step >= setup.total_steps:
             say(f"{config.out} has all {setup.total_steps} steps; nothing to do")
             if accelerator.is_main_process and config.resume == "auto":
                 # Again, should the run have been killed before it got there.
-                _publish(config, state.step)
+                publish_lora_files(config.out, state.step)
             return Result(state.step, setup.total_steps)
         run = _Run(config, setup, accelerator, state, say)
         if accelerator.is_main_process:
             remove_unfinished(config.out)
-            text = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-            (config.out / CONFIG_NAME).write_text(text)
+            write_config(config)
         return run.run(should_stop)
-
-
-def _refuse_foreign_files(config: TrainConfig) -> None:
-    """Refuse to overwrite what is not of a run of ours.
-
-    Raises:
-        PrebakeError: the folder holds files named like a run's, but is no run's.
-    """
-    written = (CONFIG_NAME, METRICS_NAME, PICTURE_NAME, *_lora_names(config).values())
-    found = [name for name in written if (config.out / name).exists()]
-    if found and not (config.out / LOCK_NAME).exists():
-        raise PrebakeError(
-            f"{config.out} holds {', '.join(found)}, which no run of prebake wrote and this one "
-            "would overwrite. Give another --out."
-        )
-
-
-def _lora_names(config: TrainConfig) -> dict[str, str]:
-    """Return the LoRA files: name in a checkpoint to name in the run's folder."""
-    return {DIFFUSERS_NAME: DIFFUSERS_NAME, KOHYA_NAME: f"{run_name(config.out)}.safetensors"}
-
-
-def _publish(config: TrainConfig, step: int) -> None:
-    """Put the LoRA files of a checkpoint into the run's folder."""
-    replace_in(config.out, checkpoint_folder(config.out, step), _lora_names(config))
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -159,53 +129,6 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             "--mixed-precision fp16 needs a GPU; on a CPU give no (fp32) or bf16 (slow)."
         )
     return Accelerator(mixed_precision=config.mixed_precision, cpu=on_cpu)
-
-
-def _state_to_continue(config: TrainConfig, setup: RunSetup, say: Say) -> TrainingState | None:
-    """Return the checkpoint that `--resume` means, after comparing its settings.
-
-    Raises:
-        PrebakeError: it is damaged, of other settings, or there should be none.
-    """
-    held = list_checkpoints(config.out)
-    if config.resume == "never":
-        if held or (config.out / METRICS_NAME).exists():
-            raise PrebakeError(
-                f"{config.out} holds a run. Give --resume auto to continue it, or another --out."
-            )
-        return None
-    if config.resume == "auto":
-        state = newest_valid(config.out, say)
-    else:
-        chosen = Path(config.resume)
-        if not chosen.is_dir():
-            raise PrebakeError(
-                f"--resume {chosen}: no such checkpoint. Give auto, never, or a folder such as "
-                f"{checkpoint_folder(config.out, 100)}."
-            )
-        state = read_checkpoint(chosen)
-        if held and held[0].resolve() != chosen.resolve():
-            raise PrebakeError(
-                f"{config.out} holds another checkpoint than {chosen}: {held[0].name}. "
-                "Give --resume auto to continue that, or another --out to branch off."
-            )
-    if state is None:
-        return None
-    before = dict(state.settings)
-    total_before = before.pop("total_steps")
-    before.pop("base U-Net")
-    check_settings(before, setup.settings, config.out)
-    if setup.total_steps < total_before:
-        check_settings(
-            {"total steps": total_before}, {"total steps": setup.total_steps}, config.out
-        )
-    if setup.total_steps > total_before and config.lr_scheduler == "cosine":
-        say(
-            f"the cosine is stretched from {total_before} to {setup.total_steps} steps: the "
-            f"learning rate of step {state.step} is recomputed"
-        )
-    say(f"continuing after step {state.step}")
-    return state
 
 
 class _Run:
@@ -318,8 +241,8 @@ class _Run:
         if saved_step != step:
             self._save(step)
         if is_main:
-            _publish(config, step)
-            files = ", ".join(str(config.out / name) for name in _lora_names(config).values())
+            publish_lora_files(config.out, step)
+            files = ", ".join(str(config.out / name) for name in lora_names(config.out).values())
             self._say(f"LoRA after step {step}: {files}")
             draw_curve(config.out)
         return Result(step, total)
@@ -490,40 +413,11 @@ class _Run:
                 self._config.out,
                 state,
                 keep_last=self._config.keep_last,
-                write_lora_files=lambda folder: self._write_lora_files(folder, state),
+                write_lora_files=lambda folder: write_lora_files(
+                    folder, state, self._config, self._setup, self._say
+                ),
             )
         self._accelerator.wait_for_everyone()
-
-    def _write_lora_files(self, folder: Path, state: TrainingState) -> None:
-        config = self._config
-        about = {
-            "ss_output_name": run_name(config.out),
-            "ss_steps": str(state.step),
-            "ss_max_train_steps": str(self._setup.total_steps),
-            "ss_learning_rate": str(config.learning_rate),
-            "ss_lr_scheduler": config.lr_scheduler,
-            "ss_lr_warmup_steps": str(config.warmup_steps),
-            "ss_optimizer": config.optimizer,
-            "ss_seed": str(config.seed),
-            "ss_mixed_precision": config.mixed_precision,
-            "ss_batch_size_per_device": str(config.batch_size),
-            "ss_gradient_accumulation_steps": str(config.gradient_accumulation),
-            "ss_num_train_images": str(len(self._setup.samples)),
-        }
-        for name, save in ((DIFFUSERS_NAME, save_diffusers_lora), (KOHYA_NAME, save_kohya_lora)):
-            num_flushed = save(
-                folder / name,
-                state.adapter,
-                rank=config.rank,
-                alpha=config.alpha,
-                dtype=DTYPES[config.lora_dtype],
-                metadata=about,
-                prediction_type=self._setup.facts.prediction_type,
-            )
-            num_values = sum(p.lora_A.numel() + p.lora_B.numel() for p in state.adapter.values())
-            if num_flushed > num_values * FLUSHED_WORTH_SAYING:
-                share = 100 * num_flushed / num_values
-                self._say(f"warning: {share:.1f} % of {name} became 0 in {config.lora_dtype}")
 
 
 def _timed(batches: Iterator[list[MicroBatch]]) -> Iterator[tuple[list[MicroBatch], float]]:
