@@ -23,10 +23,10 @@ demo: $(INSTALLED)  ## bake the bundled pictures and train a LoRA on them, in ou
 	@$(BIN)/prebake demo --out out/demo
 
 test: $(INSTALLED)  ## run the quick tests
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 test-slow: $(INSTALLED)  ## run the tests that take minutes
-	@$(BIN)/python -m pytest -q -m slow
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow
 
 lint: $(INSTALLED)  ## check style, format and types
 	@$(BIN)/ruff check .

@@ -258,7 +258,7 @@ def _load(
         )
         missing = sorted(k for k in info["missing_keys"] if k.split(".")[0] not in unused)
         if missing:  # the libraries only warn, and make up random weights
-            raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more")
+            raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
         for name in unused:
             setattr(model, name, torch.nn.Identity())
         return model.to(device).eval().requires_grad_(False)

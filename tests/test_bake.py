@@ -464,6 +464,8 @@ class TestEdits:
         assert not np.array_equal(after["a.png"].states, before["a.png"].states)
         assert after["c.png"].caption == "cat"
         np.testing.assert_array_equal(after["c.png"].states, before["a.png"].states)
+        if set_of_four["layout"] == "zarr":  # and its latents stay where they are
+            assert after["a.png"].row.place == before["a.png"].row.place
 
     def test_a_caption_that_is_known_already_encodes_nothing(
         self, set_of_four: dict[str, Any]

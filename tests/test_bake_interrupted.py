@@ -151,7 +151,9 @@ def is_unfinished(out: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "num_kills", [4, pytest.param(60, marks=pytest.mark.slow)], ids=["some", "many"]
+    "num_kills",
+    [4, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["some", "many"],
 )
 def test_sigkill_at_random_instants_loses_only_the_unfinished_shard(
     server: WarmBakes, images: Path, tmp_path: Path, layout: str, expected_hash: str, num_kills: int
@@ -216,7 +218,10 @@ def edited(folder: Path, images: Path) -> Path:
 
 # (layout, every how many calls): all calls take minutes, so `make test` tries some
 SOME_CALLS = [("zarr", 37), ("webdataset", 11)]
-ALL_CALLS = [pytest.param(layout, 1, marks=pytest.mark.slow) for layout in LAYOUTS]
+ALL_CALLS = [
+    pytest.param(layout, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+    for layout in LAYOUTS
+]
 
 
 @pytest.mark.parametrize(("layout", "every"), SOME_CALLS + ALL_CALLS)

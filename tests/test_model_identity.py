@@ -187,6 +187,19 @@ class TestOtherIdentity:
         edit_tensors(model / VAE, change)
         assert changed(model) == VAE_ONLY
 
+    def test_another_name_for_a_tensor(self, model: Path) -> None:
+        edit_tensors(model / VAE, renamed({"encoder.conv_in.bias": "encoder.conv_in.biaz"}))
+        assert changed(model) == VAE_ONLY
+
+    def test_the_same_bytes_as_another_dtype(self, model: Path, tmp_path: Path) -> None:
+        other = copy_model(tmp_path / "other")
+        edit_tensors(model / VAE, lambda tensors: {k: t.half() for k, t in tensors.items()})
+        edit_tensors(
+            other / VAE,
+            lambda tensors: {k: t.half().view(torch.bfloat16) for k, t in tensors.items()},
+        )
+        assert identities(model)[0] != identities(other)[0]
+
     def test_another_dtype(self, model: Path) -> None:
         for file in (VAE, TEXT):
             edit_tensors(model / file, lambda tensors: {k: t.half() for k, t in tensors.items()})

@@ -43,7 +43,7 @@ from store_format.store import Store
 from train.config import MAY_CHANGE, TrainConfig
 from train.loader import StepDataset
 from train.loop import NonFiniteError
-from train.metrics import read_metrics
+from train.metrics import MetricsLog, read_metrics, running_mean
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 LORA = "pytorch_lora_weights.safetensors"
@@ -132,6 +132,7 @@ RESUMED = {
         "gradient_checkpointing": True,
         "num_workers": 1,
     },
+    "bf16": {"mixed_precision": "bf16", "gradient_checkpointing": True, "batch_size": 2},
     "all layers": {"target_modules": "attn+ff+proj+conv", "gradient_accumulation": 2, "seed": 5},
 }
 
@@ -399,7 +400,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, store, model, fo
     try:
         wait_for_steps(tmp_path / "r", 1, first)
         with pytest.raises(PrebakeError, match="r is in use by another training process"):
-            run(config)
+            run(config, stop_after=1)
         # A dry run writes nothing and may look.
         AcceleratorState._reset_state(True)
         train.loop.train(config, say=Said(), dry_run=True)
@@ -414,6 +415,14 @@ def test_files_of_others_are_never_overwritten(tmp_path, store, model):
     with pytest.raises(PrebakeError, match=f"holds {LORA}, which no run of prebake wrote"):
         run(config_for(store, model, tmp_path / "r"))
     assert [p.name for p in (tmp_path / "r").iterdir()] == [LORA]
+
+
+@pytest.mark.parametrize("out", ["file", "file/r"])
+def test_an_out_that_cannot_be_a_folder_is_one_line(tmp_path, store, model, out):
+    (tmp_path / "file").write_text("the user's own")
+    with pytest.raises(PrebakeError, match=r"is, or is in, a file\. Give another --out"):
+        run(config_for(store, model, tmp_path / out))
+    assert (tmp_path / "file").read_text() == "the user's own"
 
 
 def test_a_dry_run_says_the_plan_and_writes_nothing(tmp_path, store, model):
@@ -581,9 +590,28 @@ def test_the_learning_rate_is_that_of_the_schedule(tmp_path, store, model):
 
 
 def test_a_step_with_learning_rate_zero_changes_nothing(tmp_path, store, model):
-    run(config_for(store, model, tmp_path / "r", max_steps=1, warmup_steps=5))
+    said = Said()
+    run(config_for(store, model, tmp_path / "r", max_steps=1, warmup_steps=1), say=said)
+    assert "warning: all 1 steps are warm-up; the rate never gets to its peak" in said
     weights = load_file(newest_checkpoint(tmp_path / "r") / "adapter.safetensors")
     assert all((w == 0).all() for name, w in weights.items() if name.endswith("lora_B"))
+
+
+def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"ste')
+    assert read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
+    with MetricsLog(tmp_path, 1) as log:
+        log.write(1, {"loss": 0.5, "grad_norm": math.inf})  # as when fp16 overflows
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 0}\n{"step": 1, "loss": 0.5, "grad_norm": null}\n'
+
+
+def test_the_running_mean_of_a_long_run_is_quick():
+    assert running_mean([1.0, 2.0, 6.0, 4.0], 2) == [1.0, 1.5, 4.0, 5.0]
+    assert running_mean([], 3) == []
+    start_s = time.monotonic()
+    assert running_mean([2.0] * 300_000, 15_000)[-1] == 2
+    assert time.monotonic() - start_s < 2
 
 
 def test_the_run_leaves_these_files(tmp_path, store, model, draw_curve):
@@ -650,7 +678,7 @@ def test_two_ranks_are_one_rank_with_twice_the_batch(tmp_path, store, model, for
     config = config_for(store, model, tmp_path / "two", batch_size=1, **options)
     ranks = [in_process(forks, run_as_rank, config, rank, 2, port) for rank in range(2)]
     for process in ranks:
-        process.join(120)
+        process.join(300)
     assert [process.exitcode for process in ranks] == [0, 0]
     run(config_for(store, model, tmp_path / "one", batch_size=2, **options))
     ours, theirs = curve(tmp_path / "two"), curve(tmp_path / "one")
@@ -790,7 +818,7 @@ def test_the_command_refuses_in_one_line(tmp_path, store, model, arguments, code
 
 
 def wait_for_steps(folder, count, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (folder / "metrics.jsonl").exists() or len(read_metrics(folder)) < count:
         assert process.is_alive(), "the run ended too early"
         assert time.monotonic() < deadline
@@ -806,7 +834,7 @@ def test_a_signal_to_the_whole_group_ends_the_run_with_a_checkpoint(
     process = in_process(forks, run_cli, arguments, tmp_path / "log")
     wait_for_steps(tmp_path / "r", 3, process)
     os.killpg(process.pid, number)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == code
     said = (tmp_path / "log").read_text()
     assert said.count("stopping after the step under way") == 1
@@ -825,7 +853,7 @@ def test_a_signal_to_the_whole_group_ends_the_run_with_a_checkpoint(
 def test_a_run_killed_while_it_writes_ends_the_same(tmp_path, store, model, forks, six, at):
     config = config_for(store, model, tmp_path / "r", save_every=2)
     process = in_process(forks, run_until_write, config, at)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     left = list((tmp_path / "r").rglob("*.part"))
     assert left, "the killed run left nothing half-written"
@@ -842,7 +870,7 @@ def test_a_run_killed_around_the_moment_a_checkpoint_counts_ends_the_same(
 ):
     config = config_for(store, model, tmp_path / "r", save_every=2)
     process = in_process(forks, run_until_rename, config, 4, before=before)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     assert newest_checkpoint(tmp_path / "r").name == f"step-{2 if before else 4:08d}"
     run(config)

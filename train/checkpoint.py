@@ -55,9 +55,12 @@ def locked(run: Path) -> Iterator[None]:
     """Make the run's folder and keep other processes out of it; the system frees a dead one's lock.
 
     Raises:
-        PrebakeError: another process trains in it.
+        PrebakeError: another process trains in it, or it cannot be a folder.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise PrebakeError(f"{run} is, or is in, a file. Give another --out.") from None
     with (run / LOCK_NAME).open("w") as file:
         try:
             # Not flock: loader workers inherit that, and outlive a killed run by seconds.

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -89,7 +90,7 @@ def draw_curve(run: Path) -> None:
 
 def running_mean(values: list[float], width: int) -> list[float]:
     """Return the mean of the last `width` values at each position (fewer at the start)."""
+    sums = [0.0, *accumulate(values)]
     return [
-        math.fsum(values[max(0, i + 1 - width) : i + 1]) / min(width, i + 1)
-        for i in range(len(values))
+        (sums[stop] - sums[max(0, stop - width)]) / min(width, stop) for stop in range(1, len(sums))
     ]

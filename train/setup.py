@@ -134,16 +134,20 @@ def describe(setup: RunSetup, config: TrainConfig, say: Callable[[str], None]) -
     bucket_px, counts = np.unique(setup.samples.buckets, axis=0, return_counts=True)
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in zip(bucket_px, counts, strict=True))
     say(f"store: {config.store}, {len(setup.samples)} samples in buckets {shown}")
-    effective = config.batch_size * config.gradient_accumulation
+    num_ranks = setup.settings["world_size"]
+    effective = config.batch_size * config.gradient_accumulation * num_ranks
+    ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
     say(
         f"steps: {setup.total_steps} of up to {effective} samples (batch {config.batch_size} x "
-        f"accumulation {config.gradient_accumulation}); {setup.order.steps_per_epoch} an epoch, "
-        f"{setup.total_steps / setup.order.steps_per_epoch:.1f} epochs"
+        f"accumulation {config.gradient_accumulation}{ranks}); {setup.order.steps_per_epoch} an "
+        f"epoch, {setup.total_steps / setup.order.steps_per_epoch:.1f} epochs"
     )
     say(
         f"learning rate: {config.learning_rate:g}, {config.lr_scheduler}, "
         f"{config.warmup_steps} warm-up steps; {config.optimizer}"
     )
+    if config.warmup_steps >= setup.total_steps:
+        say(f"warning: all {setup.total_steps} steps are warm-up; the rate never gets to its peak")
 
 
 def run_name(out: Path) -> str:
