@@ -189,7 +189,8 @@ class StopRequest:
     def _note(self, number: int, frame: object) -> None:
         self._signal = number
         signal.signal(number, self._before[signal.Signals(number)])
-        click.echo("stopping after the step under way; once more to stop at once", err=True)
+        # Not click.echo: a handler may run in the middle of another write to the same stream.
+        os.write(2, b"stopping after the step under way; once more to stop at once\n")
 
 
 def bundled_folder() -> Path:
@@ -331,11 +332,28 @@ def command_line(config: "BaseModel") -> list[str]:
     return arguments + options
 
 
-def call(command: str, config: "BaseModel") -> None:
-    """Run one prebake command in a fresh process, after showing it; fail as it fails."""
+def call(command: str, config: "BaseModel", *, num_threads: int | None = None) -> None:
+    """Run one prebake command in a fresh process, after showing it; fail as it fails.
+
+    The child has a process group of its own and gets each signal once, from here: Ctrl-C then lets
+    it finish what it must.
+    """
     arguments = [command, *command_line(config)]
-    click.echo(f"$ prebake {shlex.join(arguments)}")
-    code = subprocess.call([sys.executable, "-P", "-m", "prebake", *arguments])
+    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    shown = [f"{name}={value}" for name, value in threads.items()]
+    click.echo(f"$ {shlex.join([*shown, 'prebake', *arguments])}")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "prebake", *arguments],
+        process_group=0,
+        env=os.environ | threads,
+    )
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {s: signal.signal(s, lambda n, frame: process.send_signal(n)) for s in signals}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
 
@@ -357,6 +375,7 @@ def demo(out: Path) -> None:
     call(
         "precompute",
         BakeConfig(images=pictures, model="bundled", out=store, resolution=64, bucket_step=16),
+        num_threads=1,  # more only get in each other's way on so small a model
     )
     call(
         "train",
@@ -369,7 +388,9 @@ def demo(out: Path) -> None:
             alpha=8,
             batch_size=4,
             learning_rate=1e-3,
+            num_workers=0,
         ),
+        num_threads=1,
     )
     click.echo(f"The store:         {store}  (look into it: prebake store inspect {store})")
     click.echo(f"The LoRA:          {result / 'pytorch_lora_weights.safetensors'}  (diffusers)")

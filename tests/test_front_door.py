@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -209,3 +211,28 @@ def test_a_failing_stage_ends_the_run_with_its_exit_code(pipelines: Any, tmp_pat
     assert result.exit_code == 1
     assert "$ prebake precompute" in result.output
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_run_lets_the_training_write_its_checkpoint(
+    pipelines: Callable[..., Path], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    pictures = prebake.bundled_folder() / "pictures"
+    file = pipelines(
+        "{store: cats, max_steps: 100000, num_workers: 0, out: out/run}",
+        STORE.replace("images: pictures", f"images: {pictures}"),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "prebake", "run", "style-a", "-f", str(file)],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "out/run/metrics.jsonl"
+    deadline_s = time.monotonic() + 300
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline_s:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
+    assert process.wait(timeout=120) == code
+    assert list((tmp_path / "out/run/checkpoints").glob("step-*/state.json"))
+    assert (tmp_path / "out/run/run.safetensors").exists()

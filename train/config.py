@@ -51,7 +51,7 @@ class TrainConfig(BaseModel):
     """Attention kernel; auto tries xformers, then SDPA, on the model's own shapes."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    save_every: int | None = Field(default=None, ge=1)
+    save_every: int = Field(default=500, ge=1)
     """Write a checkpoint every this many steps, besides the last."""
     keep_last: int = Field(default=3, ge=1)
     """Checkpoints to keep."""

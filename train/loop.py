@@ -233,7 +233,7 @@ class _Run:
                     raise NonFiniteError(self._diagnosis(step, micro_batches, what))
                 step += 1
                 bar.advance(note=f"loss {metrics['loss']:.4f}")
-                if config.save_every and step % config.save_every == 0 and step < total:
+                if step % config.save_every == 0 and step < total:
                     self._save(step)
                     saved_step = step
                 if should_stop():
