@@ -692,7 +692,6 @@ class TestSameStore:
             {"num_workers": 1},
             {"num_workers": 4},
             {"shard_max_seconds": 1e-9},
-            {"batch_size": 1},
             {"batch_size": 7},
         ],
         ids=str,

@@ -236,7 +236,7 @@ class _Run:
                 if step % config.save_every == 0 and step < total:
                     self._save(step)
                     saved_step = step
-                if should_stop():
+                if self._any_rank(should_stop()):
                     break
         if saved_step != step:
             self._save(step)
@@ -363,6 +363,13 @@ class _Run:
             ]
         )
         return (mean + batch.tensors["latents_std"].float() * noise).to(device)
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Return whether `flag` is set on any rank: all must leave the loop at the same step."""
+        if self._accelerator.num_processes == 1:
+            return flag
+        mine = torch.tensor(float(flag), device=self._accelerator.device)
+        return bool(self._accelerator.reduce(mine, reduction="sum").item() > 0)
 
     def _bad_gradient(self) -> str:
         """Name the first gradient that is not finite, and say how many there are."""
