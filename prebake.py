@@ -68,6 +68,9 @@ class FrontDoor(click.Group):
             return super().invoke(ctx)
         except PrebakeError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was finished is kept, run it again to go on", err=True)
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
         except OSError as error:
             if error.errno in _FULL_DISK:
                 where = error.filename or "while writing"
@@ -138,8 +141,10 @@ def validated(model: "type[Model]", values: Mapping[str, Any]) -> "Model":
     try:
         return model.model_validate({k: v for k, v in values.items() if v is not None})
     except ValidationError as error:
-        lines = _explain(error, model, lambda field: option_name(field) if field else "")
-        raise click.UsageError("; ".join(lines)) from None
+        text = "; ".join(_explain(error, model, lambda f: option_name(f) if f else ""))
+        for name in model.model_fields:  # messages about several fields name them as in Python
+            text = text.replace(name, option_name(name)) if "_" in name else text
+        raise click.UsageError(text) from None
 
 
 def _explain(

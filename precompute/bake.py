@@ -197,6 +197,7 @@ class _Run:
         self._writer.refresh_views()
         self.summary.num_captions_encoded = self._texts.num_encoded
         self.summary.num_captions_cut = self._texts.num_cut
+        self.summary.first_caption_cut = self._texts.first_cut
         self.summary.buckets.update((int(w), int(h)) for w, h in self._writer.index.buckets())
         return self.summary
 

@@ -23,7 +23,9 @@ def choose_device(name: str) -> torch.device:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise PrebakeError(f"--device {name} cannot be used here ({reason}).") from None
+        raise PrebakeError(
+            f"--device {name} cannot be used here ({reason:.80}). Give auto, cpu, cuda or cuda:N."
+        ) from None
     return device
 
 

@@ -25,6 +25,7 @@ class Summary:
     num_captions_encoded: int = 0
     num_images_retried: int = 0
     num_captions_cut: int = 0
+    first_caption_cut: str = ""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     buckets: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -98,7 +99,10 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
     if summary.num_images_retried:
         say(f"{summary.num_images_retried} images overflowed and were encoded in float32")
     if summary.num_captions_cut:
-        say(f"{summary.num_captions_cut} captions were longer than the text encoder and were cut")
+        say(
+            f"warning: {summary.num_captions_cut} captions were longer than the text encoder and "
+            f"were cut, such as {summary.first_caption_cut[:60]!r}..."
+        )
     if summary.num_stored:
         say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(summary.buckets.items()))

@@ -48,6 +48,7 @@ class TextBank:
         self._memory_bytes = 0
         self.num_encoded = 0
         self.num_cut = 0
+        self.first_cut = ""
 
     def add(self, texts: Sequence[Text], *, as_rows: bool) -> list[tuple[TextRow, Tensors]]:
         """Encode those of `texts` that are new; return the text rows that must be stored.
@@ -71,7 +72,9 @@ class TextBank:
         self.num_encoded += len(encoded)
         rows = []
         for text, result in zip(new.values(), encoded, strict=True):
-            self.num_cut += result.num_tokens > len(result.tensors[0])
+            if result.num_tokens > len(result.tensors[0]):
+                self.num_cut += 1
+                self.first_cut = self.first_cut or text.caption
             if as_rows:
                 self._stored.add(text.text_key)
                 row = TextRow(text.text_key, text.caption, result.num_tokens)

@@ -255,7 +255,7 @@ class TestOutput:
             f"  writes about {written / 2**20:.1f} MiB; N MiB are free",
             "5 samples written, 0 unchanged, 0 dropped, 1 files not stored; "
             "4 images and 4 captions encoded in S s (R images/s)",
-            "1 captions were longer than the text encoder and were cut",
+            "1 captions were longer than the text encoder and were cut, such as",
             # 80x54 loses 6 of 54 rows: 2 of 5 images lose a ninth
             f"cropped away on average: {100 * 2 / 5 / 9:.1f} % of an image",
             f"{out} now holds 5 samples in buckets 64x64: 3, 80x48: 2",

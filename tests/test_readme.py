@@ -25,8 +25,8 @@ PROGRAMS = [block for kind, block in BLOCKS if kind == "python"]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples/bundled/model", folder / "path/to/sd15")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    shutil.copy(ROOT / "pipelines.yaml", folder)
+    (yaml,) = re.findall(r"^```yaml\n(.*?)^```", README, flags=re.M | re.S)
+    (folder / "pipelines.yaml").write_text(yaml.replace("1000", "2"))
     captions = {"cat-on-sofa.jpg": "a photo of sks cat on a sofa", "garden/run.png": "sks cat"}
     for number, (name, caption) in enumerate(captions.items()):
         path = folder / "photos" / name
@@ -72,7 +72,18 @@ def test_every_command_and_program_of_the_readme_works(place: Path) -> None:
     assert (place / "cat.png").exists()
     assert (place / "runs/first/first.safetensors").exists()
     assert (place / "runs/second/loss.png").exists()
-    assert (place / "out/runs/demo-r8/demo-r8.safetensors").exists()
+    assert (place / "runs/photos-r4/photos-r4.safetensors").exists()
+
+
+def test_the_pipelines_file_of_the_checkout_works(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/bundled", tmp_path / "examples/bundled")
+    text = (ROOT / "pipelines.yaml").read_text().replace("max_steps: 200", "max_steps: 3")
+    (tmp_path / "pipelines.yaml").write_text(text)
+    for name in ("demo-r8", "demo-r4-cosine"):
+        command = [sys.executable, "-P", "-m", "prebake", "run", name]
+        done = subprocess.run(command, cwd=tmp_path, check=True, text=True, stdout=subprocess.PIPE)
+        assert (tmp_path / f"out/runs/{name}/{name}.safetensors").exists()
+    assert "24 unchanged" in done.stdout  # the second run bakes nothing again
 
 
 def test_the_command_table_names_every_command() -> None:

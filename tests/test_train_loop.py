@@ -412,7 +412,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, store, model, fo
 def test_files_of_others_are_never_overwritten(tmp_path, store, model):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / LORA).write_bytes(b"downloaded")
-    with pytest.raises(PrebakeError, match=f"holds {LORA}, which no run of prebake wrote"):
+    with pytest.raises(PrebakeError, match=f"holds {LORA} and is not a run of prebake"):
         run(config_for(store, model, tmp_path / "r"))
     assert [p.name for p in (tmp_path / "r").iterdir()] == [LORA]
 
@@ -798,8 +798,8 @@ def test_a_sample_damaged_during_the_run_is_one_line_and_the_run_can_go_on(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "give one of max_steps and max_epochs"),
-        (["--max-steps", "2", "--max-epochs", "2"], 2, "give one of max_steps and max_epochs"),
+        ([], 2, "give one of --max-steps and --max-epochs"),
+        (["--max-steps", "2", "--max-epochs", "2"], 2, "give one of --max-steps and --max-epochs"),
         (["--max-steps", "0"], 2, "--max-steps: Input should be greater than or equal to 1, got 0"),
         (["--max-steps", "1", "--rank", "0"], 2, "--rank: Input should be greater than or equal"),
         (["--max-steps", "1", "--caption-dropout", "1.5"], 2, "--caption-dropout: Input should"),

@@ -48,7 +48,7 @@ from train.optimizer import (
 )
 from train.resume import state_to_continue
 from train.run_files import (
-    lora_names,
+    describe_results,
     publish_lora_files,
     refuse_foreign_files,
     write_config,
@@ -242,9 +242,10 @@ class _Run:
             self._save(step)
         if is_main:
             publish_lora_files(config.out, step)
-            files = ", ".join(str(config.out / name) for name in lora_names(config.out).values())
-            self._say(f"LoRA after step {step}: {files}")
+            self._say(describe_results(config.out, step))
             draw_curve(config.out)
+            if step < total:
+                self._say(f"stopped at step {step} of {total}; run the same command to go on")
         return Result(step, total)
 
     def _batches(self, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:

@@ -10,7 +10,7 @@ from store_format.errors import PrebakeError
 from train.checkpoint import LOCK_NAME, TrainingState, checkpoint_folder, replace_in
 from train.config import TrainConfig
 from train.lora_files import save_diffusers_lora, save_kohya_lora
-from train.metrics import METRICS_NAME, PICTURE_NAME
+from train.metrics import PICTURE_NAME, read_metrics
 from train.setup import RunSetup, run_name
 
 CONFIG_NAME = "config.json"
@@ -18,6 +18,7 @@ DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
 KOHYA_NAME = "kohya_lora.safetensors"
 LORA_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLUSHED_WORTH_SAYING = 0.01
+NUM_LAST_STEPS = 100
 
 
 def lora_names(run: Path) -> dict[str, str]:
@@ -26,17 +27,18 @@ def lora_names(run: Path) -> dict[str, str]:
 
 
 def refuse_foreign_files(run: Path) -> None:
-    """Refuse to overwrite what is not of a run of ours.
+    """Refuse a folder that holds something else: a store, pictures, another program's results.
 
     Raises:
-        PrebakeError: the folder holds files named like a run's, but is no run's.
+        PrebakeError: the folder is not empty and no run of ours; hidden files do not count.
     """
-    written = (CONFIG_NAME, METRICS_NAME, PICTURE_NAME, *lora_names(run).values())
-    found = [name for name in written if (run / name).exists()]
-    if found and not (run / LOCK_NAME).exists():
+    if not run.is_dir() or (run / LOCK_NAME).exists():
+        return
+    found = sorted(path.name for path in run.iterdir() if not path.name.startswith("."))
+    if found:
         raise PrebakeError(
-            f"{run} holds {', '.join(found)}, which no run of prebake wrote and this one "
-            "would overwrite. Give another --out."
+            f"{run} holds {found[0]} and is not a run of prebake. Give an --out that is empty or "
+            "does not exist yet."
         )
 
 
@@ -87,3 +89,16 @@ def write_lora_files(
 def publish_lora_files(run: Path, step: int) -> None:
     """Put the LoRA files of a checkpoint into the run's folder."""
     replace_in(run, checkpoint_folder(run, step), lora_names(run))
+
+
+def describe_results(run: Path, step: int) -> str:
+    """Say where the results are and how the last steps went."""
+    files = ", ".join(str(run / name) for name in lora_names(run).values())
+    last = read_metrics(run)[-NUM_LAST_STEPS:]
+    loss = sum(m["loss"] for m in last) / len(last)
+    seconds = sum(m["step_s"] for m in last) / len(last)
+    return (
+        f"LoRA after step {step}: {files}\n"
+        f"mean loss of the last {len(last)} steps: {loss:.4f}, {seconds:.3g} s a step; "
+        f"the curve: {run / PICTURE_NAME}"
+    )
