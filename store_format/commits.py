@@ -177,7 +177,7 @@ def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
         data = path.read_bytes()
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
-        table = pq.ParquetFile(io.BytesIO(data)).read(schema.names).cast(schema)
+        table = pq.ParquetFile(io.BytesIO(data)).read(schema.names, use_threads=False).cast(schema)
         table.validate(full=True)
         if table.num_rows != segment.rows:
             raise ValueError(f"{table.num_rows} rows, the commit states {segment.rows}")

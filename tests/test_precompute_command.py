@@ -176,8 +176,8 @@ class TestUsage:
         ("arguments", "message"),
         [
             (["--resolution", "0"], "--resolution: "),
-            (["--resolution", "72"], "resolution must be a multiple of bucket_step 16, got 72"),
-            (["--bucket-step", "20"], "bucket_step must be a multiple of 8, got 20"),
+            (["--resolution", "72"], "resolution must be a multiple of --bucket-step 16, got 72"),
+            (["--bucket-step", "20"], "--bucket-step must be a multiple of 8, got 20"),
             (["--batch-size", "0"], "--batch-size: "),
             (["--num-workers", "0"], "--num-workers: "),
             (["--clip-skip", "13"], "--clip-skip: "),
@@ -255,7 +255,8 @@ class TestOutput:
             f"  writes about {written / 2**20:.1f} MiB; N MiB are free",
             "5 samples written, 0 unchanged, 0 dropped, 1 files not stored; "
             "4 images and 4 captions encoded in S s (R images/s)",
-            "1 captions were longer than the text encoder and were cut, such as",
+            "warning: 1 captions were longer than the text encoder and were cut, such as "
+            f"{('cat ' * 90)[:60]!r}...",
             # 80x54 loses 6 of 54 rows: 2 of 5 images lose a ninth
             f"cropped away on average: {100 * 2 / 5 / 9:.1f} % of an image",
             f"{out} now holds 5 samples in buckets 64x64: 3, 80x48: 2",
