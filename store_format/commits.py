@@ -1,7 +1,6 @@
 """Commits: the atomic additions that make up a store's index (FORMAT.md, section 6)."""
 
 import hashlib
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -177,7 +176,10 @@ def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
         data = path.read_bytes()
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
-        table = pq.ParquetFile(io.BytesIO(data)).read(schema.names, use_threads=False).cast(schema)
+        # From a buffer, on this thread: a Python file object is read by a thread of Arrow's, which
+        # can abort a process that is just ending.
+        file = pq.ParquetFile(pa.BufferReader(data))
+        table = file.read(schema.names, use_threads=False).cast(schema)
         table.validate(full=True)
         if table.num_rows != segment.rows:
             raise ValueError(f"{table.num_rows} rows, the commit states {segment.rows}")
@@ -208,11 +210,12 @@ def write_commit(
         if table is None or table.num_rows == 0:
             continue
         assert table.schema.equals(schema)
-        sink = io.BytesIO()
+        sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
+        data = sink.getvalue().to_pybytes()
         path = f"{INDEX_FOLDER}/{name}.{kind}.parquet"
         segments[kind] = Segment(
-            path=path, rows=table.num_rows, **_publish_bytes(root, staging, path, sink)
+            path=path, rows=table.num_rows, **_publish_bytes(root, staging, path, data)
         )
     commit = Commit(
         sequence=sequence,
@@ -221,12 +224,11 @@ def write_commit(
         shards=tuple(shards),
         parents=tuple(parents),
     )
-    _publish_bytes(root, staging, f"{INDEX_FOLDER}/{name}.json", io.BytesIO(commit.to_json()))
+    _publish_bytes(root, staging, f"{INDEX_FOLDER}/{name}.json", commit.to_json())
     return commit
 
 
-def _publish_bytes(root: Path, staging: Path, path: str, sink: io.BytesIO) -> dict[str, Any]:
-    data = sink.getvalue()
+def _publish_bytes(root: Path, staging: Path, path: str, data: bytes) -> dict[str, Any]:
     part = staging / f"{Path(path).name}.part"
     write_file(part, data)
     publish(part, root / path)
