@@ -34,9 +34,33 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _LAZY_COMMANDS = {
     "precompute": ("precompute.commands", "Bake captioned images into a store."),
     "train": ("train.commands", "Train a LoRA from a store, with only the U-Net in memory."),
-    "store": ("store_format.commands", "Look into a store, check it, hash it."),
+    "store": ("store_format.commands", "Look into a store, check it, mend it, copy it."),
+}
+_LAZY_SUBCOMMANDS = {
+    "store": {
+        "repair": ("precompute.commands", "Mend a damaged store: encode anew what is unreadable."),
+    },
 }
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class LaterCommand(click.Command):
+    """A command that is imported when it is called; until then only its name and help are there."""
+
+    def __init__(self, name: str, module: str, short_help: str) -> None:
+        super().__init__(name, short_help=short_help)
+        self._module = module
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Return the context of the real command."""
+        command: click.Command = getattr(importlib.import_module(self._module), self.name or "")
+        return command.make_context(info_name, args, parent, **extra)
 
 
 class FrontDoor(click.Group):
@@ -53,6 +77,9 @@ class FrontDoor(click.Group):
         command: click.Command = getattr(
             importlib.import_module(_LAZY_COMMANDS[cmd_name][0]), cmd_name
         )
+        if isinstance(command, click.Group):
+            for name, (module, text) in _LAZY_SUBCOMMANDS.get(cmd_name, {}).items():
+                command.add_command(LaterCommand(name, module, text))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -101,7 +128,8 @@ def config_options(model: "type[BaseModel]") -> Callable[[Command], Command]:
         for name, field in reversed(model.model_fields.items()):
             extra = field.json_schema_extra
             if isinstance(extra, dict) and extra.get("argument"):
-                command = click.argument(name, type=click.Path(path_type=Path))(command)
+                kind = click.Path(path_type=Path) if field.annotation is Path else str
+                command = click.argument(name, type=kind)(command)
             else:
                 command = click.option(option_name(name), name, **_option(field))(command)
         return command
@@ -313,7 +341,7 @@ def _from_yaml(
 
     values = dict(values)
     for key in paths:
-        if isinstance(values.get(key), str):
+        if isinstance(values.get(key), str) and "://" not in values[key]:
             values[key] = str(file.parent / Path(values[key]).expanduser())
     if isinstance(values.get("model"), str) and (file.parent / values["model"]).is_dir():
         values["model"] = str(file.parent / values["model"])
@@ -379,13 +407,13 @@ def demo(out: Path) -> None:
     pictures, store, result = bundled_folder() / "pictures", out / "store", out / "run"
     call(
         "precompute",
-        BakeConfig(images=pictures, model="bundled", out=store, resolution=64, bucket_step=16),
+        BakeConfig(images=pictures, model="bundled", out=str(store), resolution=64, bucket_step=16),
         num_threads=1,  # more only get in each other's way on so small a model
     )
     call(
         "train",
         TrainConfig(
-            store=store,
+            store=str(store),
             model="bundled",
             out=result,
             max_steps=200,

@@ -1,5 +1,6 @@
-"""`prebake precompute`: the command line of stage 1."""
+"""`prebake precompute` and `prebake store repair`: the command line of stage 1."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,3 +37,50 @@ def precompute(dry_run: bool, **options: Any) -> None:
     if not dry_run:
         describe_summary(summary, config, click.echo)
     stop.exit_if_requested()
+
+
+@click.command()
+@click.argument("store", metavar="STORE")
+@click.option("--images", type=click.Path(path_type=Path), help="The folder of its images.")
+@click.option("--model", help="The model that the store was baked with.")
+@click.option("--source-name", default="", help="Which of several sources the images are.")
+@click.option("--device", default="auto", show_default=True, help="Where the encoders run.")
+@click.pass_context
+def repair(
+    context: click.Context,
+    store: str,
+    images: Path | None,
+    model: str | None,
+    source_name: str,
+    device: str,
+) -> None:
+    """Mend a damaged store: encode anew only what cannot be read, copy the rest of its shards.
+
+    Everything is read and checked, before and after. Lost or damaged files of the index are
+    replaced by what is left of them. --images and --model are needed only where something must be
+    encoded. The damaged shards stay on disk, unused, until 'prebake store gc'.
+
+    \b
+    prebake store repair stores/photos --images photos/ --model path/to/sd15
+    """
+    from precompute.repair import repair_store
+
+    outcome = repair_store(
+        store,
+        images,
+        resolve_model(model) if model else None,
+        source_name=source_name,
+        device=device,
+        say=click.echo,
+    )
+    click.echo(
+        f"encoded {outcome.num_images_encoded} images and {outcome.num_captions_encoded} captions, "
+        f"copied {outcome.num_rows_copied} healthy rows out of damaged shards"
+    )
+    for problem in outcome.problems:
+        click.echo(f"not encoded: {problem.path}: {problem.detail}")
+    for finding in outcome.left:
+        click.echo(f"still damaged: {finding.where}: {finding.what}")
+    if outcome.left or outcome.problems:
+        context.exit(1)
+    click.echo(f"nothing is wrong with {store} any more")

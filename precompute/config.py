@@ -1,6 +1,7 @@
 """What a bake is asked for. Light: loads neither torch nor pyvips."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,8 +17,8 @@ class BakeConfig(BaseModel):
     """Folder of captioned images, read recursively."""
     model: str
     """Stable Diffusion 1.x model: a diffusers folder, a hub id (owner/name), or 'bundled'."""
-    out: Path
-    """Folder of the store; made if absent, continued if it holds the same bake."""
+    out: str
+    """The store: a folder or an s3:// URL; made if absent, continued if it holds the same bake."""
     format: Literal["zarr", "webdataset"] = "zarr"
     """Layout of the store: zarr keeps equal captions once; webdataset suits plain tar readers."""
     resolution: int = Field(default=512, ge=16, le=4096)
@@ -48,14 +49,35 @@ class BakeConfig(BaseModel):
     """A shard is closed at this size, in MiB."""
     shard_max_seconds: float = Field(default=60.0, gt=0)
     """A shard is closed after this many seconds, so that an interruption costs at most that."""
+    reuse: str = ""
+    """Another store, from which every latent and text of equal key is taken over."""
+    worker: str = ""
+    """i/n: bake the i-th of n parts of the images, beside other processes; drops nothing."""
+    rehash: bool = False
+    """Hash every image anew instead of trusting an unchanged size and modification time."""
+    max_megapixels: int = Field(default=200, ge=1, le=100_000)
+    """Images of more pixels are reported, not decoded: a small file can hold a huge picture."""
     allow_drop: bool = False
     """Let a run drop more than half of a source's samples (their images are gone)."""
+
+    @field_validator("out", mode="before")
+    @classmethod
+    def _location_is_text(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("source_name")
     @classmethod
     def _name_is_plain(cls, value: str) -> str:
         if "/" in value or "\\" in value or "\0" in value:
             raise ValueError("must not contain a slash")
+        return value
+
+    @field_validator("worker")
+    @classmethod
+    def _worker_is_a_part(cls, value: str) -> str:
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value)
+        if value and not (match and 1 <= int(match[1]) <= int(match[2])):
+            raise ValueError("expected i/n with 1 <= i <= n, such as 1/3")
         return value
 
     @model_validator(mode="after")
@@ -68,6 +90,12 @@ class BakeConfig(BaseModel):
                 f"got {self.resolution}"
             )
         return self
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(i, n): this process bakes the i-th of n parts, counted from 1."""
+        i, n = (self.worker or "1/1").split("/")
+        return int(i), int(n)
 
     @property
     def source(self) -> str:

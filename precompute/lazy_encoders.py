@@ -3,10 +3,10 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from precompute.bake_keys import FULL_NAMES
 from precompute.config import BakeConfig
 from precompute.device import choose_device
 from precompute.model import ModelParts
-from precompute.plan import FULL_NAMES
 from store_format.manifest import Manifest
 
 if TYPE_CHECKING:

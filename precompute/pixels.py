@@ -110,7 +110,7 @@ def read_size(file: Path, max_pixels: int = MAX_PIXELS) -> ImageSize:
         raise ImageProblem(
             Reason.TOO_MANY_PIXELS,
             f"the header says {size.width_px}x{size.height_px} px; the limit is {max_pixels} "
-            "pixels; make a smaller copy",
+            "pixels; make a smaller copy, or raise --max-megapixels",
         )
     return size
 

@@ -1,14 +1,16 @@
 """What a bake says to the person who waits: the plan before it, the summary after it."""
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from precompute.buckets import cropped_fraction
 from precompute.config import BakeConfig
-from precompute.plan import Action, Plan
+from precompute.plan import Plan
 from precompute.problems import Problem
+from precompute.work import Action
+from store_format.folders import folder_of
+from store_format.index import LiveIndex
 from store_format.manifest import Manifest
 
 REPORT_NAME = "report.jsonl"
@@ -21,11 +23,12 @@ class Summary:
 
     plan: Plan
     num_stored: int = 0
+    num_by_others: int = 0
     num_images_encoded: int = 0
     num_captions_encoded: int = 0
+    num_captions_taken_over: int = 0
     num_images_retried: int = 0
-    num_captions_cut: int = 0
-    first_caption_cut: str = ""
+    captions_cut: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     buckets: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -33,13 +36,25 @@ class Summary:
     interrupted: bool = False
 
 
+def report_name(config: BakeConfig) -> str:
+    """Return the name of the report in the store; each of several workers has its own."""
+    number, of = config.part
+    return REPORT_NAME if of == 1 else f"report.{number}-of-{of}.jsonl"
+
+
 def describe_plan(
-    plan: Plan, manifest: Manifest, config: BakeConfig, say: Callable[[str], None]
+    plan: Plan,
+    manifest: Manifest,
+    config: BakeConfig,
+    index: LiveIndex,
+    say: Callable[[str], None],
 ) -> None:
     """Say what the run will do and why, what it will write, and how much room there is."""
-    say(f"plan for {config.out} (source '{config.source}'):")
-    for (action, why), count in sorted(plan.counts().items()):
-        say(f"  {count:>9} {action}: {why}")
+    part = "" if config.part == (1, 1) else f", part {config.worker}"
+    say(f"plan for {config.out} (source '{config.source}'{part}):")
+    rows = [(str(count), *key) for key, count in sorted(plan.counts().items())]
+    for line in _table([("files", "action", "why"), *rows]):
+        say(line)
     cropped = heavily_cropped(plan)
     if cropped:
         say(
@@ -47,17 +62,31 @@ def describe_plan(
             f"{cropped[0]}"
         )
     buckets: Counter[tuple[int, int]] = Counter(work.bucket_px for work in plan.samples())
-    captions = {work.image.caption for work in plan.samples()}
-    num_bytes = _bytes_to_write(plan, manifest, len(captions))
-    if buckets:
-        shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(buckets.items()))
-        say(f"  buckets (width x height): {shown}")
-        say(f"  {len(captions)} different captions for {buckets.total()} images")
-        existing = next(p for p in (config.out, *config.out.absolute().parents) if p.exists())
-        free = shutil.disk_usage(existing).free
-        say(f"  writes about {num_bytes / 2**20:.1f} MiB; {free / 2**20:.0f} MiB are free")
-        if num_bytes > free:
-            say("  warning: that is more than is free")
+    if not buckets:
+        return
+    encoded = Counter(work.bucket_px for work in plan.to_write if work.row is None)
+    per_bucket = [
+        (str(n), f"{w} x {h}", str(encoded[w, h])) for (w, h), n in sorted(buckets.items())
+    ]
+    for line in _table([("files", "bucket", "to encode"), *per_bucket]):
+        say(line)
+    num_captions = len({work.image.caption for work in plan.samples()})
+    say(
+        f"  {num_captions} different captions for {buckets.total()} images "
+        f"({num_captions / buckets.total():.0%}); each is encoded once"
+    )
+    num_bytes = bytes_to_write(plan, manifest, index)
+    free = folder_of(config.out).free_bytes()
+    room = "" if free is None else f"; {free / 2**20:.0f} MiB are free"
+    say(f"  writes about {num_bytes / 2**20:.1f} MiB{room}")
+    if free is not None and num_bytes > free:
+        say("  warning: that is more than is free")
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """Align three columns: a number, a word, a remark."""
+    wide, middle = (max(len(row[i]) for row in rows) for i in (0, 1))
+    return [f"  {a:>{wide}}  {b:<{middle}}  {c}".rstrip() for a, b, c in rows]
 
 
 def heavily_cropped(plan: Plan) -> list[str]:
@@ -65,12 +94,16 @@ def heavily_cropped(plan: Plan) -> list[str]:
     return [w.image.path for w in plan.samples() if cropped_fraction(w.geometry) > MUCH_CROPPED]
 
 
-def _bytes_to_write(plan: Plan, manifest: Manifest, num_captions: int) -> int:
+def bytes_to_write(plan: Plan, manifest: Manifest, index: LiveIndex) -> int:
+    """Return the bytes of the tensors that the run will write."""
     text_bytes = sum(spec.row_bytes(None) for spec in manifest.text_tensors)
-    total = 0 if manifest.texts_inline else num_captions * text_bytes
+    as_rows = {""}
+    if not manifest.texts_inline:
+        as_rows |= {work.image.caption for work in plan.samples()}
+    total = text_bytes * len(as_rows - set(index.text_details["caption"].to_pylist()))
     for work in plan.samples():
-        cells = manifest.cells(work.bucket_px)
         if manifest.texts_inline or work.action is not Action.TEXT_ONLY:
+            cells = manifest.cells(work.bucket_px)
             total += sum(spec.row_bytes(cells) for spec in manifest.variant_tensors)
         total += text_bytes if manifest.texts_inline else 0
     return total
@@ -87,9 +120,10 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
     plan = summary.plan
     if summary.interrupted:
         say("interrupted; what was finished is kept. Run the same command to go on.")
+    by_others = f", {summary.num_by_others} by other writers" if summary.num_by_others else ""
     rate = summary.num_images_encoded / summary.seconds if summary.seconds else 0.0
     say(
-        f"{summary.num_stored} samples written, {plan.reused} unchanged, "
+        f"{summary.num_stored} samples written{by_others}, {plan.reused} unchanged, "
         f"{len(plan.dropped)} dropped, {len(summary.problems)} files not stored; "
         f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded "
         f"in {summary.seconds:.1f} s ({rate:.2f} images/s)"
@@ -98,10 +132,12 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
         say(note)
     if summary.num_images_retried:
         say(f"{summary.num_images_retried} images overflowed and were encoded in float32")
-    if summary.num_captions_cut:
+    if summary.num_captions_taken_over:
+        say(f"{summary.num_captions_taken_over} captions were taken over from {config.reuse}")
+    if summary.captions_cut:
         say(
-            f"warning: {summary.num_captions_cut} captions were longer than the text encoder and "
-            f"were cut, such as {summary.first_caption_cut[:60]!r}..."
+            f"warning: {len(summary.captions_cut)} captions were longer than the text encoder and "
+            f"were cut, such as {summary.captions_cut[0][:60]!r}..."
         )
     if summary.num_stored:
         say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
@@ -110,7 +146,7 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
         total = summary.buckets.total()
         say(f"{config.out} now holds {total} samples in buckets {shown or '(none)'}")
     if summary.problems:
-        say(f"not stored, see {config.out / REPORT_NAME}:")
+        say(f"not stored, see {folder_of(config.out).at(report_name(config))}:")
         for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):
             first = next(p for p in summary.problems if p.reason.value == reason)
             path = first.path.replace("\n", "\\n")

@@ -1,36 +1,57 @@
-"""`prebake store`: look into a store, check it, hash it. Heavy imports wait for the command."""
+"""`prebake store`: look into a store, check it, copy it. Heavy imports wait for the command."""
 
 import time
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
+from store_format.describe import describe_samples, describe_store, size
+
 if TYPE_CHECKING:
-    import numpy as np
+    from store_format.manifest import Layout
+    from store_format.selection import Part
 
-    from store_format.manifest import TensorSpec
-    from store_format.rows import Place, SampleRow
-    from store_format.store import Store
+STORE = click.argument("store", metavar="STORE")
+OUT = click.option(
+    "--out", required=True, metavar="NEW", help="The new store: a folder, or an s3:// URL."
+)
+WHERE = "An SQL condition over the index, such as \"source = 'cats' and weight < 1\"."
+SHARD_SIZE = click.option(
+    "--shard-size-mib",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="A shard is closed at this size, in MiB.",
+)
+LINES_AT_ONCE = 1000
 
-STORE = click.argument("store", metavar="STORE", type=click.Path(path_type=Path))
+
+def layout_option(
+    required: bool, help: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the option --to."""
+    return click.option(
+        "--to", type=click.Choice(["zarr", "webdataset"]), required=required, help=help
+    )
 
 
 @click.group()
 def store() -> None:
-    """Look into a store, check it, hash it.
+    """Look into a store, check it, mend it, copy it.
 
-    A store is the folder that 'prebake precompute --out STORE' fills. None of these commands
-    changes it, and all of them work while a bake adds to it: they see its last commit.
+    A store is the folder that 'prebake precompute --out STORE' fills. Only gc and repair change it;
+    all others work while a bake adds to it: they see its last commit. A STORE may be a URL, such as
+    s3://bucket/store, as well.
     """
 
 
 @store.command()
 @STORE
 @click.argument("sample", metavar="[SAMPLE_ID_OR_PATH]", required=False)
-def inspect(store: Path, sample: str | None) -> None:
+def inspect(store: str, sample: str | None) -> None:
     """Tell what a store holds, or all about one sample.
 
     Without a sample: what was baked and how, the buckets, the sources, where the bytes go.
@@ -52,8 +73,9 @@ def inspect(store: Path, sample: str | None) -> None:
 @store.command()
 @STORE
 @click.option("--full", is_flag=True, help="Read every byte: hashes, checksums, finite values.")
+@click.option("--samples", is_flag=True, help="Name all samples of a damaged shard, not a few.")
 @click.pass_context
-def verify(context: click.Context, store: Path, full: bool) -> None:
+def verify(context: click.Context, store: str, full: bool, samples: bool) -> None:
     """Check a store; one line for each damage, exit code 1 if there is any.
 
     The quick check reads the index and looks for every file and its size: seconds even for a large
@@ -67,10 +89,10 @@ def verify(context: click.Context, store: Path, full: bool) -> None:
     from store_format.errors import DamagedStoreError
     from store_format.progress import Progress
     from store_format.store import open_store
-    from store_format.verify import live_shards, verify_store
+    from store_format.verify import live_shards, name_samples, verify_store
 
     start_s = time.monotonic()
-    num_bytes, checked = 0, "the index"
+    num_bytes, checked, opened = 0, "the index", None
     try:
         opened = open_store(store)
         shards = live_shards(opened)
@@ -80,13 +102,13 @@ def verify(context: click.Context, store: Path, full: bool) -> None:
         pass  # verify_store finds it again and names it
     if full:
         with Progress(num_bytes, "bytes", f"verifying {store}") as progress:
-            findings = verify_store(store, full=True, progress=progress.advance)
+            findings = verify_store(opened or store, full=True, progress=progress.advance)
     else:
-        findings = verify_store(store, full=False)
+        findings = verify_store(opened or store, full=False)
     for finding in findings:
         where = "" if finding.where in finding.what else f"{finding.where}: "
-        samples = f" ({finding.num_samples} live samples)" if finding.num_samples else ""
-        click.echo(f"{where}{finding.what}{samples}")
+        concerned = name_samples(opened, finding, all_of_them=samples) if opened else ""
+        click.echo(f"{where}{finding.what}{f' ({concerned})' if concerned else ''}")
     result = f"{len(findings)} damaged" if findings else "nothing is wrong"
     how = "read all of" if full else "looked at"
     click.echo(f"{how} {checked} in {time.monotonic() - start_s:.1f} s: {result}")
@@ -96,7 +118,7 @@ def verify(context: click.Context, store: Path, full: bool) -> None:
 
 @store.command("hash")
 @STORE
-def hash_store(store: Path) -> None:
+def hash_store(store: str) -> None:
     """Print one hash of all that a store holds.
 
     Two stores have the same hash if they hold the same samples with the same tensors: whatever
@@ -112,177 +134,230 @@ def hash_store(store: Path) -> None:
     click.echo(store_hash(open_store(store)))
 
 
-def describe_store(store: "Store") -> Iterator[str]:
-    """Yield what a store is and holds, for people."""
-    manifest, index = store.manifest, store.index
-    vae = manifest.encoders.vae
-    yield f"{store.root}: prebake store, version {manifest.version}, layout {manifest.layout}"
-    yield _line("made by", ", ".join(f"{key} {value}" for key, value in manifest.config.items()))
-    yield _line("VAE", f"{vae.identity[:12]}, latents scaled by {vae.scaling_factor:g}")
-    for text in manifest.encoders.text:
-        tokenizer = text.tokenizer_identity[:12]
-        yield _line("text encoder", f"{text.identity[:12]}, width {text.width}, tokens {tokenizer}")
-    base = manifest.base
-    timesteps = f"{base.num_train_timesteps} timesteps"
-    yield _line("for training", f"{base.family}, predicting {base.prediction_type}, {timesteps}")
-    for spec in manifest.tensors:
-        per = {"variant": "sample and variant", "text": "text"}[spec.kind]
-        shape = " x ".join(str(n) for n in spec.shape)
-        yield _line("tensor", f"{spec.name}: {shape}, {spec.dtype}, one a {per}")
-    yield ""
-    num_samples, num_writers = len(set(store.sample_ids)), len({c.writer for c in index.commits})
-    yield _line("samples", f"{num_samples}, in {len(store)} variants")
-    yield _line("commits", f"{len(index.commits)}, by {num_writers} writers")
-    yield _line("superseded", f"{index.num_dead_rows} rows, which no reader sees")
-    num_texts, num_unique = _count_texts(store)
-    if num_texts:
-        ratio = f"{num_unique} different ones among {num_texts} ({num_unique / num_texts:.0%})"
-        yield _line("captions", ratio)
-    for name, num_bytes in bytes_by_kind(store).items():
-        yield _line(name, size(num_bytes))
-    sources = dict(zip(store.sample_ids, index.samples["source"].to_pylist(), strict=True))
-    for source, count in sorted(Counter(sources.values()).items()):
-        yield _line("source", f"{source}: {count} samples")
-    yield ""
-    yield "  bucket (width x height)  variants"
-    buckets = Counter((int(width), int(height)) for width, height in store.bucket_px)
-    for (width, height), count in sorted(buckets.items()):
-        yield f"  {f'{width} x {height}':<24}{count:>9}"
+@store.command()
+@STORE
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def gc(store: str, dry_run: bool) -> None:
+    """Remove the bytes of a store that no live sample needs.
 
+    A bake only ever adds: superseded latents and captions, dropped samples and the unfinished work
+    of killed processes stay until this command is run. Live rows are copied out of shards that
+    hold dead ones first. It waits for nobody: while another process reads or writes the store, it
+    says so and does nothing.
 
-def bytes_by_kind(store: "Store") -> dict[str, int]:
-    """Return the bytes of live latents, live texts, the rest of the shards, and the index."""
-    from store_format.commits import INDEX_FOLDER
-
-    manifest, index = store.manifest, store.index
-    buckets = Counter((int(width), int(height)) for width, height in store.bucket_px)
-    latents = sum(
-        spec.row_bytes(manifest.cells(bucket)) * count
-        for bucket, count in buckets.items()
-        for spec in manifest.variant_tensors
-    )
-    num_texts = len(index.texts)
-    if manifest.texts_inline:
-        num_texts += _count_texts(store)[0]
-    texts = sum(spec.row_bytes(None) for spec in manifest.text_tensors) * num_texts
-    shards = sum(file.bytes for shard in index.shards.values() for file in shard.files)
-    return {
-        "latents": latents,
-        "text": texts,
-        "other in shards": shards - latents - texts,
-        "index": sum(path.stat().st_size for path in (store.root / INDEX_FOLDER).iterdir()),
-    }
-
-
-def _count_texts(store: "Store") -> tuple[int, int]:
-    """Return how many captions the samples have, and how many different ones."""
-    import pyarrow.compute as pc
-
-    keys = pc.list_flatten(store.index.samples["text_keys"])
-    return len(keys), len(keys.unique())
-
-
-def describe_samples(store: "Store", wanted: str) -> Iterator[str]:
-    """Yield all about the samples of an id, or of a path (which several sources may have).
-
-    Raises:
-        PrebakeError: there is none.
+    \b
+    prebake store gc stores/cats --dry-run
     """
-    rows = [
-        row
-        for row, (path, sample_id) in enumerate(
-            zip(store.index.samples["path"].to_pylist(), store.sample_ids, strict=True)
-        )
-        if wanted in (path, sample_id)
-    ]
-    if not rows:
-        raise _no_such_sample(store, wanted)
-    for row in rows:
-        yield from _describe_sample(store, row)
+    from store_format.garbage import collect_garbage, find_garbage
+    from store_format.progress import Progress
+
+    found = find_garbage(store)
+    counts = (
+        f"{len(found.dead)} shards without live rows, "
+        f"{len(found.sample_rows) + len(found.text_rows)} shards with some dead rows, "
+        f"{len(found.stray)} files that no commit lists"
+    )
+    click.echo(f"{counts}: about {size(found.bytes)} of {store}")
+    if dry_run or not found:
+        return
+    num_rows = sum(map(len, (*found.sample_rows.values(), *found.text_rows.values())))
+    with Progress(num_rows, "rows", "copying live rows") as progress:
+        removed = collect_garbage(store, progress.advance)
+    click.echo(f"removed about {size(removed.bytes)}, copied {num_rows} rows")
 
 
-def _no_such_sample(store: "Store", wanted: str) -> Exception:
-    import difflib
+@store.command()
+@STORE
+@click.argument("url", metavar="URL")
+def push(store: str, url: str) -> None:
+    """Copy a store to a URL, or what was added to it since the last push.
 
-    from store_format.errors import PrebakeError
+    Every file is checked against its hash on the way, and counts there only when all that it needs
+    is there: whoever reads the URL meanwhile sees a whole store. Interrupted, run it again.
 
-    paths = store.index.samples["path"].unique().to_pylist()
-    near = difflib.get_close_matches(wanted, paths, n=3)
-    hint = f"Near to it are: {', '.join(near)}." if near else "Give an id, or a path in its source."
-    return PrebakeError(f"{store.root} holds no sample {wanted}. {hint}")
-
-
-def _describe_sample(store: "Store", row: int) -> Iterator[str]:
-    sample = store.sample(row)
-    yield f"{sample.path}" + (f", variant {sample.variant}" if sample.variant else "")
-    yield _line("sample id", sample.sample_id)
-    yield _line("source", sample.source)
-    yield _line("image", f"{size(sample.image_bytes)}, sha256 {sample.image_sha256}")
-    yield _line("geometry", _geometry(sample))
-    yield _line("weight", f"{sample.weight:g}")
-    for name, value in sorted(sample.tags.items()):
-        yield _line("tag", f"{name} = {value}")
-    assert sample.place is not None
-    yield _line("latent key", sample.latent_key)
-    specs = store.manifest.variant_tensors
-    yield from _tensors(store, specs, sample.place, 0, store.read_variant(row))
-    for number, (text, states) in enumerate(zip(sample.texts, store.read_texts(row), strict=True)):
-        yield _line(f"text {number}", f'"{text.caption}", weight {text.weight:g}')
-        yield _line("text key", text.text_key)
-        place, first = sample.place, len(specs) + number * len(store.manifest.text_tensors)
-        if not store.manifest.texts_inline:
-            text_place = store.text_row(text.text_key).place
-            assert text_place is not None
-            place, first = text_place, 0
-        yield from _tensors(store, store.manifest.text_tensors, place, first, states)
+    \b
+    prebake store push stores/cats s3://bucket/cats
+    """
+    _transfer(store, url, is_pull=False)
 
 
-def _geometry(sample: "SampleRow") -> str:
-    (width, height), (resized_width, resized_height) = sample.original_px, sample.resized_px
-    (left, top), (bucket_width, bucket_height) = sample.crop_px, sample.bucket_px
-    flipped = ", mirrored" if sample.flipped else ""
-    return (
-        f"{width} x {height} px, resized to {resized_width} x {resized_height}, cropped from "
-        f"left {left}, top {top} to the bucket {bucket_width} x {bucket_height}{flipped}"
+@store.command()
+@click.argument("url", metavar="URL")
+@STORE
+def pull(url: str, store: str) -> None:
+    """Copy a store from a URL to a folder, or what was added to it since the last pull.
+
+    Every file is checked against its hash, those that are there already too. Interrupted, run it
+    again.
+
+    \b
+    prebake store pull s3://bucket/cats stores/cats
+    """
+    _transfer(url, store, is_pull=True)
+
+
+def _transfer(origin: str, target: str, *, is_pull: bool) -> None:
+    from store_format import transfer
+    from store_format.progress import Progress
+    from store_format.store import open_store
+    from store_format.verify import live_shards
+
+    shards = live_shards(open_store(origin))
+    num_bytes = sum(file.bytes for shard in shards for file in shard.files)
+    with Progress(num_bytes, "bytes", f"copying {origin}") as progress:
+        run = transfer.pull if is_pull else transfer.push
+        done = run(origin, target, progress.advance)
+    there = f"; {size(done.num_bytes_there)} were there" if done.num_bytes_there else ""
+    click.echo(
+        f"{target} holds {done.num_samples} samples; copied {done.num_files} files, "
+        f"{size(done.num_bytes)}{there}"
     )
 
 
-def _tensors(
-    store: "Store",
-    specs: "tuple[TensorSpec, ...]",
-    place: "Place",
-    first: int,
-    tensors: "dict[str, np.ndarray]",
-) -> Iterator[str]:
-    """Yield where each tensor of a row lies, and what numbers it has."""
-    import numpy as np
+@store.command("ls")
+@STORE
+@click.option("--where", metavar="SQL", help=WHERE)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "csv"]),
+    default="table",
+    show_default=True,
+    help="json: an object a line; csv: the captions as a JSON list.",
+)
+def list_samples(store: str, where: str | None, form: str) -> None:
+    """List the samples of a store, one line each, by source and path.
 
-    from store_format.places import file_of
+    \b
+    --where takes any SQL condition that DuckDB understands. Its columns:
+      source, path, bucket ('512x768'), caption (the first), captions, num_texts,
+      weight, tags ('tags['artist']'), variant, flipped,
+      bucket_width_px, bucket_height_px, original_width_px, original_height_px, ...
+      sample_id, image_sha256, latent_key, text_keys (all in hex)
 
-    for i, spec in enumerate(specs):
-        array = tensors[spec.name]
-        values = array.astype(np.float64)
-        if spec.dtype == "bfloat16":
-            values = (array.astype("<u4") << 16).view("<f4").astype(np.float64)
-        shape = " x ".join(str(n) for n in array.shape)
-        yield _line(
-            spec.name,
-            f"{shape} {spec.dtype}, {values.min():.3g} to {values.max():.3g}, "
-            f"mean {values.mean():.3g}, std {values.std():.3g}",
+    \b
+    prebake store ls stores/cats
+    prebake store ls stores/cats --where "bucket = '512x768' and caption like '%sofa%'"
+    prebake store ls stores/cats --format json | jq -r .path
+    """
+    from store_format.listing import list_lines
+    from store_format.store import open_store
+
+    lines = list_lines(open_store(store), where, form)
+    while some := list(islice(lines, LINES_AT_ONCE)):
+        click.echo("\n".join(some))
+
+
+@store.command()
+@STORE
+@layout_option(True, "The layout of the new store.")
+@OUT
+@SHARD_SIZE
+def convert(store: str, to: "Layout", out: str, shard_size_mib: int) -> None:
+    """Copy a store into another layout, or into shards of another size.
+
+    Nothing is encoded: all arrays are bit-equal, and 'prebake store hash' gives the same for both.
+    Interrupted, it is continued by the same command.
+
+    \b
+    zarr:       equal captions are kept once; reads as a Zarr v3 hierarchy
+    webdataset: tar files, for programs that stream them
+
+    \b
+    prebake store convert stores/cats --to webdataset --out stores/cats-tars
+    """
+    from store_format.selection import Part
+    from store_format.store import open_store
+
+    _copy([Part.whole(open_store(store))], out, to, shard_size_mib)
+
+
+@store.command()
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True)
+@OUT
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="STORE[:SOURCE]=NAME",
+    help="Call the source of a store NAME in the new one; SOURCE is needed if it has several.",
+)
+@layout_option(False, "The layout of the new store.  [default: that of the first]")
+@SHARD_SIZE
+def merge(
+    stores: tuple[str, ...],
+    out: str,
+    renames: tuple[str, ...],
+    to: "Layout | None",
+    shard_size_mib: int,
+) -> None:
+    """Make one store of several that were baked alike.
+
+    Their configurations must be equal but for the layout. Samples that several stores hold with
+    equal content are taken once. Samples of one source name and path with different content are an
+    error, before anything is written: are they different pictures, then give one source another
+    name. Ids follow from names, so renamed samples are new ones to a training run.
+
+    \b
+    prebake store merge stores/cats stores/dogs --out stores/pets
+    prebake store merge a/photos b/photos --rename b/photos=more-photos --out stores/photos
+    """
+    from store_format.selection import Part, parse_renames
+    from store_format.store import open_store
+
+    if len(stores) < 2 and not renames:
+        raise click.UsageError("name two stores or more to merge.")
+    opened = {store: open_store(store) for store in stores}
+    names = parse_renames(opened, renames)
+    parts = [Part.whole(opened[store], names.get(store)) for store in opened]
+    _copy(parts, out, to or parts[0].store.manifest.layout, shard_size_mib)
+
+
+@store.command()
+@STORE
+@click.option("--where", required=True, metavar="SQL", help=WHERE)
+@OUT
+@layout_option(False, "The layout of the new store.  [default: that of STORE]")
+@SHARD_SIZE
+def subset(store: str, where: str, out: str, to: "Layout | None", shard_size_mib: int) -> None:
+    """Copy those samples of a store that a condition selects.
+
+    The condition is SQL, as for 'prebake store ls', which shows what it selects. A sample is copied
+    with all its variants when one of them is selected.
+
+    \b
+    prebake store subset stores/all --where "source = 'cats'" --out stores/cats
+    prebake store subset stores/all --where "bucket == '512x768' and path like 'indoors/%'" \\
+        --out stores/tall
+    """
+    from store_format.selection import Part
+    from store_format.sql import select_rows
+    from store_format.store import open_store
+
+    opened = open_store(store)
+    part = Part(opened, select_rows(opened, where))
+    _copy([part], out, to or opened.manifest.layout, shard_size_mib)
+
+
+def _copy(parts: "Sequence[Part]", out: str, layout: "Layout", shard_size_mib: int) -> None:
+    """Copy, and say what was done."""
+    from store_format.copying import copy_samples
+
+    start_s = time.monotonic()
+    copied = copy_samples(
+        parts, out, layout, shard_bytes=shard_size_mib << 20, what=f"writing {out}"
+    )
+    remarks = ""
+    if copied.num_held:
+        remarks += f", {copied.num_held} of them since before"
+    if copied.num_repeated:
+        remarks += f"; {copied.num_repeated} more were equal to one of these"
+    seconds = time.monotonic() - start_s
+    click.echo(f"{out}: {copied.num_samples} samples, layout {layout}, in {seconds:.1f} s{remarks}")
+    if copied.num_other_states:
+        click.echo(
+            f"note: {copied.num_other_states} states of captions were left out: the sources hold "
+            f"others of equal keys, as bakes on several devices make them, and one is kept for "
+            f"each. So 'prebake store hash' differs.",
+            err=True,
         )
-        where = f"byte {place.offsets[first + i]} of {file_of(store.manifest, place.shard, spec)}"
-        yield _line("", f"{where}, crc32c {place.crc32c[first + i]:08x}")
-
-
-def _line(name: str, value: str) -> str:
-    return f"  {name:<15} {value}"
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

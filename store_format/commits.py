@@ -3,23 +3,43 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from store_format.errors import DamagedStoreError, NotAStoreError
-from store_format.files import publish, write_file
+from store_format.errors import DamagedStoreError, NotAStoreError, PrebakeError, one_line
+from store_format.files import write_file
+from store_format.folders import Folder
 from store_format.keys import canonical_json
 from store_format.manifest import MANIFEST_NAME
+from store_format.parquet_limits import check_expansion
 from store_format.rows import SAMPLE_SCHEMA, TEXT_SCHEMA
+from store_format.strict_json import parse_json
 
 INDEX_FOLDER = "index"
 COMMIT_VERSION = 1
-_COMMIT_FILE = re.compile(r"[0-9]{8}-[0-9a-f]{8}\.json")
+ROW_GROUP_ROWS = 16384
+LAST_SEQUENCE = 99_999_999
+MAX_NAME_BYTES = 255  # of a file or folder, as file systems have it
+COMMIT_FILE = re.compile(r"[0-9]{8}-[0-9a-f]{8}\.json")
+_REMEDY = (
+    "Put it back from a copy of the store, or let 'prebake store repair' encode anew what only it "
+    "knew."
+)
+
+
+CommitName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9a-f]{8}$")]
 
 
 class _Frozen(BaseModel):
@@ -28,9 +48,15 @@ class _Frozen(BaseModel):
 
 def check_relative(path: str) -> str:
     """Return `path` if it stays inside the store, else raise ValueError (FORMAT.md, section 1)."""
-    parts = path.split("/")
-    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"path {path!r} is not a plain relative path")
+    if (
+        "\\" in path
+        or one_line(path) != path
+        or any(
+            part in ("", ".", "..") or len(part.encode()) > MAX_NAME_BYTES
+            for part in path.split("/")
+        )
+    ):
+        raise ValueError(f"path {path[:200]!r} is not a plain relative path")
     return path
 
 
@@ -38,7 +64,7 @@ class FileEntry(_Frozen):
     """One file of a shard."""
 
     path: str
-    bytes: int = Field(ge=0, lt=1 << 62)
+    bytes: int = Field(strict=True, ge=0, lt=1 << 62)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     _inside = field_validator("path")(check_relative)
@@ -47,7 +73,7 @@ class FileEntry(_Frozen):
 class Segment(FileEntry):
     """One Parquet file of index rows."""
 
-    rows: int = Field(ge=0, lt=1 << 40)
+    rows: int = Field(strict=True, ge=0, lt=1 << 40)
 
 
 class Segments(_Frozen):
@@ -56,27 +82,55 @@ class Segments(_Frozen):
     samples: Segment | None = None
     texts: Segment | None = None
 
+    def all(self) -> list[Segment]:
+        """Return those that are there."""
+        return [segment for segment in (self.samples, self.texts) if segment is not None]
+
 
 class ShardEntry(_Frozen):
     """One shard that a commit adds."""
 
     name: str
     kind: Literal["samples", "texts"]
-    rows: int = Field(ge=1, le=1 << 24)
-    files: tuple[FileEntry, ...]
+    rows: int = Field(strict=True, ge=1, le=1 << 24)
+    files: tuple[FileEntry, ...] = Field(min_length=1)
 
     _inside = field_validator("name")(check_relative)
+
+    @model_validator(mode="after")
+    def _files_are_its_own(self) -> Self:
+        """So that to remove a shard removes nothing else."""
+        if not self.name.startswith(f"{self.kind}/"):
+            raise ValueError(f"shard {self.name!r} does not lie in {self.kind}/")
+        for file in self.files:
+            if file.path != f"{self.name}.tar" and not file.path.startswith(f"{self.name}/"):
+                raise ValueError(f"file {file.path!r} is outside of shard {self.name!r}")
+        if len({file.path for file in self.files}) < len(self.files):
+            raise ValueError(f"shard {self.name!r} lists a file twice")
+        return self
 
 
 class Commit(_Frozen):
     """One commit. Commits are ordered by (sequence, writer)."""
 
-    sequence: int = Field(ge=1, lt=100_000_000)
+    sequence: int = Field(strict=True, ge=1, le=LAST_SEQUENCE)
     writer: str = Field(pattern=r"^[0-9a-f]{8}$")
     segments: Segments
     shards: tuple[ShardEntry, ...]
-    parents: tuple[str, ...] = ()
-    replaces: tuple[str, ...] = ()
+    parents: tuple[CommitName, ...] = ()
+    replaces: tuple[CommitName, ...] = ()
+    manifest_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _refers_to_its_own_and_to_older_ones(self) -> Self:
+        for kind, segment in (("samples", self.segments.samples), ("texts", self.segments.texts)):
+            path = f"{INDEX_FOLDER}/{self.name}.{kind}.parquet"
+            if segment is not None and segment.path != path:
+                raise ValueError(f"its {kind} are in {segment.path!r}, expected {path}")
+        for name in (*self.parents, *self.replaces):
+            if name >= self.name:  # in a circle, commits would hide each other
+                raise ValueError(f"it builds on {name} or replaces it, which is not before it")
+        return self
 
     @property
     def name(self) -> str:
@@ -99,15 +153,15 @@ def commit_name(sequence: int, writer: str) -> str:
     return f"{sequence:08d}-{writer}"
 
 
-def parse_commit(path: Path) -> Commit:
-    """Read and check one commit file.
+def parse_commit(data: bytes, where: str) -> Commit:
+    """Read and check the bytes of one commit file; `where` it lies is for messages.
 
     Raises:
         DamagedStoreError: it does not parse, or differs from its own hash.
         NotAStoreError: it has a later version.
     """
     try:
-        body = json.loads(path.read_bytes())
+        body = parse_json(data)
         if not isinstance(body, dict):
             raise ValueError("not an object")
         version = body.get("version")
@@ -117,46 +171,92 @@ def parse_commit(path: Path) -> Commit:
             raise ValueError(f"sha256 is {found[:12]}..., the file states {str(stated)[:12]}...")
         if body.pop("format", None) != "prebake-commit":
             raise ValueError("not a prebake commit")
-        if body.pop("version", None) != COMMIT_VERSION:
-            raise NotAStoreError(f"{path} has version {version!r}; this prebake reads version 1.")
+        if type(version) is not int or body.pop("version") != COMMIT_VERSION:
+            raise NotAStoreError(f"{where} has version {version!r}; this prebake reads version 1.")
         commit = Commit.model_validate(body)
-        if commit.name != path.stem:
+        if f"{commit.name}.json" != where.rsplit("/", 1)[-1]:
             raise ValueError(f"its content is that of {commit.name}")
     except NotAStoreError:
         raise
-    except (ValidationError, ValueError, RecursionError, OSError) as error:
-        reason = str(error).replace("\n", " ")
-        raise DamagedStoreError(
-            f"{path} is damaged ({reason}). Put it back from a copy of the store."
-        ) from None
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise damaged_index(where, error) from None
     return commit
 
 
-def read_commits(root: Path) -> list[Commit]:
+def damaged_index(where: str, error: Exception) -> DamagedStoreError:
+    """Return the error for a file of the index that cannot be used."""
+    reason = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        reason = ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
+    elif isinstance(error, MemoryError):
+        reason = f"it asks for too much memory: {reason}"
+    return DamagedStoreError(f"{where} is damaged ({' '.join(reason.split())}). {_REMEDY}")
+
+
+def read_commits(root: Folder) -> list[Commit]:
     """Return the commits that count, in order: those that no other one replaces.
 
     A folder that is no store yet has none.
 
     Raises:
-        DamagedStoreError: one is damaged, or is missing though a later one names it.
+        DamagedStoreError: one is damaged, or is missing though a later one names it; or the
+            manifest is not the one that they were written under.
     """
-    folder = root / INDEX_FOLDER
-    if not (root / MANIFEST_NAME).exists():
+    names = root.names(INDEX_FOLDER)
+    try:
+        manifest_sha256 = hashlib.sha256(root.read(MANIFEST_NAME)).hexdigest()
+    except FileNotFoundError:
         return []
-    if not folder.is_dir():
-        raise DamagedStoreError(f"{folder} is missing: {root} has lost its index.")
-    paths = sorted(path for path in folder.iterdir() if _COMMIT_FILE.fullmatch(path.name))
-    commits = [parse_commit(path) for path in paths]
+    if not names and INDEX_FOLDER not in root.names():
+        raise DamagedStoreError(f"{root.at(INDEX_FOLDER)} is missing: {root} has lost its index.")
+    paths = [f"{INDEX_FOLDER}/{name}" for name in names if COMMIT_FILE.fullmatch(name)]
+    commits, damaged = [], {}
+    try:
+        for data, path in zip(root.read_all(paths), paths, strict=True):
+            try:
+                commits.append(parse_commit(data, root.at(path)))
+            except DamagedStoreError as error:
+                damaged[path] = error
+    except OSError as error:
+        raise damaged_index(root.at(INDEX_FOLDER), error) from None
     replaced = {name for commit in commits for name in commit.replaces}
+    for path, damage in damaged.items():
+        if path.removeprefix(f"{INDEX_FOLDER}/").removesuffix(".json") not in replaced:
+            raise damage
+    for commit in commits:
+        if commit.manifest_sha256 not in (None, manifest_sha256):
+            raise DamagedStoreError(
+                f"{root.at(MANIFEST_NAME)} is not the manifest that commit {commit.name} was "
+                f"written under. Put it back from a copy of the store."
+            )
     known = replaced | {commit.name for commit in commits}
     for commit in commits:
         for parent in commit.parents:
             if parent not in known:
                 raise DamagedStoreError(
-                    f"{folder / parent}.json is missing, on which commit {commit.name} builds. "
-                    f"Put it back from a copy of the store."
+                    f"{root.at(INDEX_FOLDER)}/{parent}.json is missing, on which commit "
+                    f"{commit.name} builds. {_REMEDY}"
                 )
-    return [commit for commit in commits if commit.name not in replaced]
+    commits = [commit for commit in commits if commit.name not in replaced]
+    for name, problem in _clashes(commits):
+        raise damaged_index(root.at(f"{INDEX_FOLDER}/{name}.json"), ValueError(problem))
+    return commits
+
+
+def _clashes(commits: Sequence[Commit]) -> Iterator[tuple[str, str]]:
+    """Yield commits of whose shards another shard has the name, or lies inside of it."""
+    shards: dict[str, tuple[ShardEntry, str]] = {}
+    for commit in commits:
+        for shard in commit.shards:
+            other, first = shards.setdefault(shard.name, (shard, commit.name))
+            if other != shard or (other is not shard and first == commit.name):
+                yield commit.name, f"it states shard {shard.name}, as commit {first} does otherwise"
+    for name, (_, commit_of_shard) in shards.items():
+        folder = name
+        while folder := folder.rpartition("/")[0]:
+            if folder in shards:
+                yield commit_of_shard, f"shard {name} lies inside of shard {folder}"
 
 
 def heads(commits: Sequence[Commit]) -> tuple[str, ...]:
@@ -165,34 +265,52 @@ def heads(commits: Sequence[Commit]) -> tuple[str, ...]:
     return tuple(commit.name for commit in commits if commit.name not in parents)
 
 
-def read_segment(root: Path, segment: Segment, schema: pa.Schema) -> pa.Table:
-    """Read the rows of one segment in the columns of `schema`.
+def parse_segment(
+    data: bytes, segment: Segment, schema: pa.Schema, where: str, row_group: int | None = None
+) -> pa.Table:
+    """Read the rows of one segment, or of one of its row groups, in the columns of `schema`.
+
+    Args:
+        data: the bytes of its file.
+        segment: what the commit states of it.
+        schema: some of the columns that the format declares; dictionaries are made while reading.
+        where: it lies, for messages.
+        row_group: which one; None for all.
 
     Raises:
-        DamagedStoreError: it is missing, or differs in size, hash, row count or columns.
+        DamagedStoreError: it differs in size, hash, row count or columns.
     """
-    path = root / segment.path
     try:
-        data = path.read_bytes()
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
         # From a buffer, on this thread: a Python file object is read by a thread of Arrow's, which
         # can abort a process that is just ending.
-        file = pq.ParquetFile(pa.BufferReader(data))
-        table = file.read(schema.names, use_threads=False).cast(schema)
+        encoded = [f.name for f in schema if pa.types.is_dictionary(f.type)]
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=encoded)
+        if file.metadata.num_rows != segment.rows:
+            raise ValueError(f"{file.metadata.num_rows} rows, the commit states {segment.rows}")
+        groups = range(file.metadata.num_row_groups) if row_group is None else [row_group]
+        check_expansion(file, data, schema.names, groups)
+        table = file.read_row_groups(groups, schema.names, use_threads=False)
+        stated = sum(file.metadata.row_group(group).num_rows for group in groups)
+        wrong = table.num_rows != stated or (row_group is None and stated != segment.rows)
+        if wrong and schema.names:  # of no column, Arrow counts no rows
+            raise ValueError(f"{table.num_rows} rows, its row groups state {stated}")
+        table = table.select(schema.names).cast(schema)
         table.validate(full=True)
-        if table.num_rows != segment.rows:
-            raise ValueError(f"{table.num_rows} rows, the commit states {segment.rows}")
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        reason = str(error).replace("\n", " ")
-        raise DamagedStoreError(
-            f"{path} is damaged ({reason}). Put it back from a copy of the store."
-        ) from None
+    except (OSError, ValueError, KeyError, MemoryError, pa.ArrowException) as error:
+        raise damaged_index(where, error) from None
     return table
 
 
+def rows_of_groups(data: bytes) -> list[int]:
+    """Return the number of rows of each row group of a segment's bytes, which were checked."""
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
 def write_commit(
-    root: Path,
+    root: Folder,
     staging: Path,
     *,
     sequence: int,
@@ -201,8 +319,14 @@ def write_commit(
     texts: pa.Table | None,
     shards: Sequence[ShardEntry],
     parents: Sequence[str],
+    replaces: Sequence[str] = (),
 ) -> Commit:
-    """Write the segments, then the commit itself: renamed last, it is what makes them count."""
+    """Write the segments, then the commit itself: published last, it is what makes them count."""
+    if sequence > LAST_SEQUENCE:
+        raise PrebakeError(
+            f"{root} has commit {LAST_SEQUENCE}, the last one possible. Choose another --out, with "
+            f"--reuse {root} to take over what is equal."
+        )
     name = commit_name(sequence, writer)
     tables = {"samples": (samples, SAMPLE_SCHEMA), "texts": (texts, TEXT_SCHEMA)}
     segments: dict[str, Segment] = {}
@@ -211,7 +335,7 @@ def write_commit(
             continue
         assert table.schema.equals(schema)
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd")
+        pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP_ROWS)
         data = sink.getvalue().to_pybytes()
         path = f"{INDEX_FOLDER}/{name}.{kind}.parquet"
         segments[kind] = Segment(
@@ -223,13 +347,15 @@ def write_commit(
         segments=Segments(**segments),
         shards=tuple(shards),
         parents=tuple(parents),
+        replaces=tuple(replaces),
+        manifest_sha256=hashlib.sha256(root.read(MANIFEST_NAME)).hexdigest(),
     )
     _publish_bytes(root, staging, f"{INDEX_FOLDER}/{name}.json", commit.to_json())
     return commit
 
 
-def _publish_bytes(root: Path, staging: Path, path: str, data: bytes) -> dict[str, Any]:
+def _publish_bytes(root: Folder, staging: Path, path: str, data: bytes) -> dict[str, Any]:
     part = staging / f"{Path(path).name}.part"
     write_file(part, data)
-    publish(part, root / path)
+    root.publish(part, path)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -7,9 +7,12 @@ folder that holds the name has been flushed (POSIX: fsync of the directory).
 import contextlib
 import hashlib
 import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HASH_BLOCK_BYTES = 1 << 20
+MAX_FLUSHED_AT_ONCE = 16
 
 
 def flush_folder(folder: Path) -> None:
@@ -78,25 +81,43 @@ class HashedFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.size_bytes = 0
-        self._digest = hashlib.sha256()
         self._file = path.open("wb")
+        self._sha256 = ""  # of a file that was flushed and is complete
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; return the position at which it begins."""
         start = self.size_bytes
         self._file.write(data)
-        self._digest.update(data)
+        self._sha256 = ""
         self.size_bytes += len(data)
         return start
 
+    def flush(self) -> None:
+        """Flush to disk what was written, and hash it: of a large file both take about as long."""
+        self._file.flush()
+        if self.size_bytes <= HASH_BLOCK_BYTES:
+            os.fsync(self._file.fileno())
+            self._sha256 = sha256_of(self.path)
+            return
+        with ThreadPoolExecutor(1) as thread:
+            hashing = thread.submit(sha256_of, self.path)
+            os.fsync(self._file.fileno())
+        self._sha256 = hashing.result()
+
     def close(self) -> str:
         """Flush to disk, close, and return the SHA-256 in hex."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if not self._sha256:
+            self.flush()
         self._file.close()
-        return self._digest.hexdigest()
+        return self._sha256
 
     def abandon(self) -> None:
         """Close without a promise of anything, on a full disk too."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def flush_all(files: Collection[HashedFile]) -> None:
+    """Flush several files at once, which takes the disk hardly longer than one."""
+    with ThreadPoolExecutor(min(len(files), MAX_FLUSHED_AT_ONCE)) as threads:
+        list(threads.map(HashedFile.flush, files))

@@ -2,18 +2,20 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from store_format.errors import NotAStoreError, OtherBakeError
+from store_format.folders import Folder, Location, folder_of
+from store_format.strict_json import parse_json
 
 MANIFEST_NAME = "prebake.json"
 FORMAT_NAME = "prebake-store"
 FORMAT_VERSION = 1
 MAX_ROW_BYTES = 1 << 30  # of one tensor of one row
+MAX_TENSORS = 64
 
 Layout = Literal["zarr", "webdataset"]
 Dtype = Literal["float16", "bfloat16", "float32", "uint8"]
@@ -27,7 +29,11 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(strict=True)]  # no `true`, no "8"
+Number = Annotated[float, Field(strict=True)]
 
 
 class TensorSpec(_Frozen):
@@ -36,7 +42,7 @@ class TensorSpec(_Frozen):
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
     kind: Literal["variant", "text"]
     dtype: Dtype
-    shape: tuple[int | Literal["h", "w"], ...] = Field(min_length=1, max_length=6)
+    shape: tuple[Count | Literal["h", "w"], ...] = Field(min_length=1, max_length=6)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,9 +73,9 @@ class VaeFacts(_Frozen):
     """The image encoder, as far as training and keys need it."""
 
     identity: str
-    scaling_factor: float
-    shift_factor: float = 0.0
-    latent_channels: int
+    scaling_factor: Number
+    shift_factor: Number = 0.0
+    latent_channels: Count
 
 
 class TextEncoderFacts(_Frozen):
@@ -77,7 +83,7 @@ class TextEncoderFacts(_Frozen):
 
     identity: str
     tokenizer_identity: str
-    width: int
+    width: Count
 
 
 class Encoders(_Frozen):
@@ -92,7 +98,7 @@ class BaseFacts(_Frozen):
 
     family: str
     prediction_type: str
-    num_train_timesteps: int
+    num_train_timesteps: Count
 
 
 class Manifest(_Frozen):
@@ -104,9 +110,9 @@ class Manifest(_Frozen):
     config: dict[str, str | int | float | bool | list[int] | None]
     encoders: Encoders
     base: BaseFacts
-    downscale: int = Field(default=8, ge=1, le=64)
+    downscale: Count = Field(default=8, ge=1, le=64)
     latents_scaled: Literal[True] = True
-    tensors: tuple[TensorSpec, ...] = Field(min_length=1)
+    tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=MAX_TENSORS)
     empty_text_key: str = Field(pattern=r"^[0-9a-f]{32}$")
 
     @model_validator(mode="after")
@@ -140,31 +146,33 @@ class Manifest(_Frozen):
         return (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode("utf-8")
 
 
-def read_manifest(root: Path) -> Manifest:
-    """Read and check the manifest of the store at `root`.
+def read_manifest(location: Location | Folder) -> Manifest:
+    """Read and check the manifest of the store at `location`.
 
     Raises:
         NotAStoreError: no manifest, not JSON, another format, a later version, or invalid fields.
     """
-    path = root / MANIFEST_NAME
+    root = folder_of(location)
+    path = root.at(MANIFEST_NAME)
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(root.read(MANIFEST_NAME))
     except FileNotFoundError:
         raise NotAStoreError(
             f"{root} is not a prebake store ({MANIFEST_NAME} is missing). "
-            f"Make one with 'prebake precompute IMAGES --model MODEL --out {root}'."
+            f"'prebake precompute IMAGES --model MODEL --out STORE' makes one."
         ) from None
     except OSError as error:
         raise NotAStoreError(
-            f"{path} cannot be read ({error.strerror}). A store is a folder that holds it."
+            f"{path} cannot be read ({error.strerror or error}). A store is a folder that holds it."
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise NotAStoreError(f"{path} is not valid JSON ({error}). The store is damaged.") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise NotAStoreError(f'{path} does not say "format": "{FORMAT_NAME}"; not a prebake store.')
-    if raw.get("version") != FORMAT_VERSION:
+    version = raw.get("version")
+    if type(version) is not int or version != FORMAT_VERSION:
         raise NotAStoreError(
-            f"{root} has format version {raw.get('version')!r}; this prebake reads version "
+            f"{root} has format version {version!r}; this prebake reads version "
             f"{FORMAT_VERSION}. Use the prebake that wrote it, or bake it again to another --out."
         )
     try:
@@ -175,7 +183,7 @@ def read_manifest(root: Path) -> Manifest:
         raise NotAStoreError(f"{path}: {where}: {first['msg']}. The store is damaged.") from None
 
 
-def check_same_bake(root: Path, found: Manifest, asked: Manifest) -> None:
+def check_same_bake(root: Folder, found: Manifest, asked: Manifest) -> None:
     """Raise `OtherBakeError` naming every difference between the two bakes."""
     mine, theirs = (_flatten(m.model_dump(mode="json")) for m in (found, asked))
     differences = [
@@ -187,7 +195,8 @@ def check_same_bake(root: Path, found: Manifest, asked: Manifest) -> None:
         shown = [d for d in differences if d.startswith(("config.", "layout", "encoders."))]
         raise OtherBakeError(
             f"{root} holds another bake: {'; '.join(shown or differences)}. "
-            f"One store is one bake: choose another --out."
+            f"One store is one bake: choose another --out, with --reuse {root} to take over what "
+            f"is equal."
         )
 
 

@@ -52,6 +52,24 @@ TEXT_SCHEMA = pa.schema(
     ]
 )
 
+_READING = (
+    *("sample_id", "variant", "dropped", "latent_key"),
+    *("bucket_width_px", "bucket_height_px", "weight"),
+    *("text_key", "text_keys", "text_weights", "shard", "row", "offsets", "crc32c"),
+)
+
+
+def reading_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the columns that reading tensors takes; shard names, which repeat, as a dictionary."""
+    shard = pa.field("shard", pa.dictionary(pa.int32(), pa.string()))
+    fields = [field for field in schema if field.name in _READING]
+    return pa.schema([shard if field.name == "shard" else field for field in fields])
+
+
+def detail_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the other columns: what people, and a bake, want to know of a row."""
+    return pa.schema([field for field in schema if field.name not in _READING])
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

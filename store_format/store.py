@@ -4,52 +4,68 @@ R live rows in the order of (sample_id, variant), B rows of a batch, T texts of 
 tensors. Both layouts read alike: the index knows the file and the offset of every tensor,
 so a read is one `pread` into the batch, whose crc32c is then checked. (Memory maps measured 1.15x
 as fast, but a file that is cut short or lost under a map kills the process instead of raising.)
+Numbers of single rows are Python's: numpy takes a microsecond to call, and a tensor 10 to read.
 """
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from store_format.errors import DamagedStoreError, PrebakeError
-from store_format.index import LiveIndex, id_words, list_starts, list_values
+from store_format.folders import Folder, Location, folder_of
+from store_format.index import LiveIndex, id_bytes, list_starts, list_values, rows_with_id
 from store_format.manifest import Manifest, TensorSpec, read_manifest
-from store_format.places import Places, TextPlaces, text_places, variant_places
-from store_format.rows import SampleRow, TextRow, text_row
+from store_format.places import Places, Spot, sample_places, text_places, text_rows_of_texts
+from store_format.rows import SampleRow, TextRow
 
+EMPTY_PROMPT = -1  # in place of the number of a text
 MAX_OPEN_FILES = 512  # of the 1024 that most systems allow a process
+MAX_OPEN_CACHED_FILES = 16  # each may keep a file on the disk that the cache has removed
 
 
-def open_store(path: str | PathLike[str]) -> "Store":
-    """Open the last commit of the store at `path` for reading.
+def open_store(location: Location | Folder) -> "Store":
+    """Open the last commit of the store at a path or URL for reading.
+
+    As long as the result lives, `prebake store gc` removes nothing from under it.
 
     Raises:
         NotAStoreError: no store, or one of another format version.
         DamagedStoreError: the index is damaged.
     """
-    root = Path(path)
-    store = Store(root, read_manifest(root), LiveIndex(root))
+    root = folder_of(location)
+    manifest = read_manifest(root)
+    hold = root.hold()
+    store = Store(root, manifest, LiveIndex(root), hold)
     store.prepare()
+    pa.default_memory_pool().release_unused()  # what opening took besides
     return store
 
 
 class _OpenFile:
     """A file descriptor that closes when nothing uses it any more."""
 
-    def __init__(self, path: Path) -> None:
-        self.descriptor = -1
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.descriptor >= 0:
             close(self.descriptor)
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a row of one bucket: its name, and how its bytes become an array."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    num_bytes: int
 
 
 class Store:
@@ -58,12 +74,25 @@ class Store:
     A store may be pickled to a spawned worker, used after a fork, and read by several threads.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, index: LiveIndex) -> None:
+    def __init__(
+        self, root: Folder, manifest: Manifest, index: LiveIndex, hold: object = None
+    ) -> None:
+        """Read `index` of the store at `root`; `open_store` is the way to get here.
+
+        Args:
+            root: the store's files.
+            manifest: what the store is.
+            index: its live rows.
+            hold: kept as long as the store is, for what its end does.
+        """
         self.root = root
+        self._hold = hold
         self.manifest = manifest
         self.index = index
-        self._variant_specs = manifest.variant_tensors
-        self._text_specs = manifest.text_tensors
+        self._variant_tensors: dict[tuple[int, int], list[_Tensor]] = {}  # as buckets are read
+        self._text_tensors = _tensors(manifest.text_tensors, None)
+        self._num_variant_tensors = len(manifest.variant_tensors)
+        self._texts_inline = manifest.texts_inline
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()  # the oldest goes first
 
     def __len__(self) -> int:
@@ -73,7 +102,7 @@ class Store:
         return {"root": self.root, "manifest": self.manifest, "index": self.index}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        self.__init__(**state, hold=state["root"].hold())  # type: ignore[misc]
 
     @cached_property
     def sample_ids(self) -> list[str]:
@@ -91,7 +120,7 @@ class Store:
         Raises:
             KeyError: the store holds no such live sample.
         """
-        for row in _rows_with_id(self._id_words, sample_id):
+        for row in rows_with_id(self._ids, sample_id):
             if self._variants[row] == variant:
                 return row
         raise KeyError(f"{self.root}: no live sample {sample_id}, variant {variant}")
@@ -102,11 +131,38 @@ class Store:
 
     def text_row(self, text_key: str) -> TextRow:
         """Return what the index says of a text row."""
-        return text_row(self.index.texts.slice(self._text_row_of(text_key), 1).to_pylist()[0])
+        return self.index.text(self._text_row_of(text_key))
 
     def num_texts(self, row: int) -> int:
         """Return the number of texts of a row's sample."""
-        return int(self._text_starts[row + 1] - self._text_starts[row])
+        return self._text_starts.item(row + 1) - self._text_starts.item(row)
+
+    def bucket_of(self, row: int) -> tuple[int, int]:
+        """Return the bucket of a row: (width, height)."""
+        buckets, bucket_of_row = self.index.bucket_codes
+        return buckets[bucket_of_row.item(row)]
+
+    def rows_by_bucket(self) -> dict[tuple[int, int], NDArray[np.int64]]:
+        """Return the rows of each bucket (width, height), by bucket."""
+        buckets, code_of_row = self.index.bucket_codes
+        return {bucket: np.flatnonzero(code_of_row == i) for i, bucket in enumerate(buckets)}
+
+    def files_of(self, row: int) -> set[str]:
+        """Return the files that hold the tensors of a row and of its texts."""
+        spots = self._variant_spots(row)
+        for text in range(EMPTY_PROMPT, self.num_texts(row)):
+            spots += self._text_spots(row, text)
+        return {path for path, _, _ in spots}
+
+    def fetch(self, path: str) -> None:
+        """Bring one of the store's files to this machine, as `read` would, to be read soon.
+
+        Raises:
+            DamagedStoreError: it is not what the index says.
+            PrebakeError: it cannot be had.
+        """
+        entry = self.index.files[path]
+        self.root.fetch(path, entry.bytes, entry.sha256)
 
     def prepare(self) -> None:
         """Make the arrays that reads need, so that workers forked later share them.
@@ -114,12 +170,12 @@ class Store:
         Raises:
             DamagedStoreError: the index places a tensor outside of its file, or nowhere.
         """
-        _ = self._variant_places, self._texts, self._text_starts, self._text_weights
-        _ = self._buckets, self._text_key_words
+        _ = self._samples, self._texts, self._text_rows, self._text_starts, self._text_weights
 
     def text_weights(self, row: int) -> NDArray[np.float32]:
         """Return the weights of a row's texts: [T]."""
-        return self._text_weights[self._text_starts[row] : self._text_starts[row + 1]]
+        texts = slice(self._text_starts[row], self._text_starts[row + 1])
+        return self._text_weights[texts].astype(np.float32)
 
     def read(
         self, rows: Sequence[int], texts: Sequence[int] | None = None
@@ -138,31 +194,23 @@ class Store:
             IndexError: there is no such row, or the row has no such text.
             ValueError: the rows are of several buckets, or `texts` are not as many as they.
         """
-        at = np.asarray(rows, np.int64)  # [B]
-        chosen = np.zeros_like(at) if texts is None else np.asarray(texts, np.int64)  # [B]
-        cells = self.manifest.cells(self._check_request(at, chosen))
-        entries = self._texts.entry_of_text[self._text_starts[at] + np.maximum(chosen, 0)]
-        if (chosen < 0).any():
-            empty = self._text_row_of(self.manifest.empty_text_key)
-            entries[chosen < 0] = self._texts.first_text_row + empty
-        batch = self._read_places(self._variant_specs, self._variant_places, at, cells)
-        batch.update(self._read_places(self._text_specs, self._texts.places, entries, None))
+        bucket, requests = self._check_request(rows, texts)
+        variants = [self._variant_spots(row) for row, _ in requests]
+        states = [self._text_spots(row, text) for row, text in requests]
+        batch = self._read_spots(self._tensors_of(bucket), variants)
+        batch.update(self._read_spots(self._text_tensors, states))
         return batch
 
     def read_variant(self, row: int) -> dict[str, np.ndarray]:
         """Read the variant tensors of one row: for each [*row_shape]."""
-        width, height = self.bucket_px[row].tolist()
-        cells = self.manifest.cells((width, height))
-        at = np.array([row])
-        batch = self._read_places(self._variant_specs, self._variant_places, at, cells)
+        batch = self._read_spots(self._tensors_of(self.bucket_of(row)), [self._variant_spots(row)])
         return {name: array[0] for name, array in batch.items()}
 
     def read_texts(self, row: int) -> list[dict[str, np.ndarray]]:
         """Read all texts of one row: for each its text tensors [*row_shape]."""
-        texts = slice(self._text_starts[row], self._text_starts[row + 1])
-        entries = self._texts.entry_of_text[texts]
-        batch = self._read_places(self._text_specs, self._texts.places, entries, None)
-        return [{name: batch[name][i] for name in batch} for i in range(len(entries))]
+        spots = [self._text_spots(row, text) for text in range(self.num_texts(row))]
+        batch = self._read_spots(self._text_tensors, spots)
+        return [{name: batch[name][i] for name in batch} for i in range(len(spots))]
 
     def read_empty_text(self) -> dict[str, np.ndarray]:
         """Read the states of the empty prompt: for each text tensor [*row_shape]."""
@@ -170,56 +218,72 @@ class Store:
 
     def read_text(self, text_key: str) -> dict[str, np.ndarray]:
         """Read a text of the text rows by its key: for each text tensor [*row_shape]."""
-        entry = np.array([self._texts.first_text_row + self._text_row_of(text_key)])
-        batch = self._read_places(self._text_specs, self._texts.places, entry, None)
+        spots = self._texts.of(self._text_row_of(text_key), 0, len(self._text_tensors))
+        batch = self._read_spots(self._text_tensors, [spots])
         return {name: array[0] for name, array in batch.items()}
 
-    def _check_request(self, at: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bucket of the rows `at`, after checking that these and their texts exist."""
+    def _check_request(
+        self, rows: Sequence[int], texts: Sequence[int] | None
+    ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+        """Return the bucket of a request, and its rows with their texts, after checking them."""
+        at = np.asarray(rows, np.int64)
+        chosen = np.zeros(at.shape, np.int64) if texts is None else np.asarray(texts, np.int64)
         if at.ndim != 1 or not at.size or at.shape != chosen.shape:
             raise ValueError(f"expected B > 0 rows and B texts, got {at.shape} and {chosen.shape}")
-        rows = at.tolist()
-        if min(rows) < 0 or max(rows) >= len(self):
-            raise IndexError(f"rows {rows} asked for; {self.root} has rows 0 to {len(self) - 1}")
-        buckets, bucket_of_row = self._buckets
-        codes: list[int] = bucket_of_row[at].tolist()
-        if codes.count(codes[0]) < len(codes):
-            raise ValueError(f"rows {rows} are not of one bucket")
-        num_texts = self._text_starts[at + 1] - self._text_starts[at]
-        if ((chosen < -1) | (chosen >= num_texts)).any():
-            raise IndexError(f"texts {chosen.tolist()} asked for; there are {num_texts.tolist()}")
-        return buckets[codes[0]]
+        num_rows = len(self)
+        requests = list(zip(at.tolist(), chosen.tolist(), strict=True))
+        buckets = set()
+        for row, text in requests:
+            if not 0 <= row < num_rows:
+                raise IndexError(f"row {row} asked for; {self.root} has rows 0 to {num_rows - 1}")
+            if not -1 <= text < self.num_texts(row):
+                num_texts = self.num_texts(row)
+                raise IndexError(f"text {text} of row {row} asked for; there are {num_texts}")
+            buckets.add(self.bucket_of(row))
+        if len(buckets) > 1:
+            raise ValueError(f"rows {at.tolist()} are not of one bucket")
+        return buckets.pop(), requests
 
-    def _read_places(
-        self,
-        specs: Sequence[TensorSpec],
-        places: Places,
-        entries: NDArray[np.int64],
-        cells: tuple[int, int] | None,
+    def _variant_spots(self, row: int) -> list[Spot]:
+        """Return where the variant tensors of a row lie."""
+        return self._samples.of(row, 0, self._num_variant_tensors)
+
+    def _text_spots(self, row: int, text: int) -> list[Spot]:
+        """Return where the tensors of a row's text lie; those of the empty prompt for -1."""
+        num = len(self._text_tensors)
+        if text == EMPTY_PROMPT:
+            return self._texts.of(self._empty_text_row, 0, num)
+        if self._texts_inline:
+            return self._samples.of(row, self._num_variant_tensors + text * num, num)
+        return self._texts.of(self._text_rows.item(self._text_starts.item(row) + text), 0, num)
+
+    def _tensors_of(self, bucket: tuple[int, int]) -> list[_Tensor]:
+        """Return the variant tensors of a row of a bucket."""
+        if bucket not in self._variant_tensors:
+            cells = self.manifest.cells(bucket)
+            self._variant_tensors[bucket] = _tensors(self.manifest.variant_tensors, cells)
+        return self._variant_tensors[bucket]
+
+    def _read_spots(
+        self, tensors: Sequence[_Tensor], spots: Sequence[Sequence[Spot]]
     ) -> dict[str, np.ndarray]:
-        """Read K tensors of B entries of `places`: for each tensor an array [B, *row_shape]."""
-        shards = places.shard[entries].tolist()
-        offsets = places.offsets[entries].T.tolist()  # [K][B]
-        crcs = places.crc32c[entries].T.tolist()  # [K][B]
+        """Read K tensors of B rows from `spots` [B][K]: for each an array [B, *row_shape]."""
         batch: dict[str, np.ndarray] = {}
-        for k, spec in enumerate(specs):
-            array = np.empty((len(entries), *spec.row_shape(cells)), spec.numpy_dtype)
-            batch[spec.name] = array
-            rows = array.reshape(len(entries), -1).view(np.uint8)  # [B, row_bytes]
-            files = places.files[k]
-            for out, shard, offset, crc in zip(rows, shards, offsets[k], crcs[k], strict=True):
-                self._read_tensor(files[shard], spec.name, offset, crc, out)
+        for k, (name, dtype, shape, num_bytes) in enumerate(tensors):
+            data = np.empty((len(spots), num_bytes), np.uint8)
+            for out, of_row in zip(data, spots, strict=True):
+                self._read_tensor(name, of_row[k], out)
+            batch[name] = data.view(dtype).reshape(len(spots), *shape)
         return batch
 
-    def _read_tensor(
-        self, path: str, name: str, offset: int, crc: int, out: NDArray[np.uint8]
-    ) -> None:
-        """Fill `out` with the bytes at `offset` of a file, and check their crc32c."""
+    def _read_tensor(self, name: str, spot: Spot, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with the bytes of one tensor, and check their crc32c."""
+        path, offset, crc = spot
         try:
             file = self._files.get(path) or self._open(path)
             num_bytes = os.preadv(file.descriptor, (out.data,), offset)
         except OSError as error:
-            raise self._damage(path, f"it cannot be read ({error.strerror})") from None
+            raise self._damage(path, f"it cannot be read ({error.strerror or error})") from None
         if num_bytes != len(out):
             what = f"it ends before the end of the {name} that the index places at byte {offset}"
             raise self._damage(path, what)
@@ -228,65 +292,67 @@ class Store:
             raise self._damage(path, what)
 
     def _open(self, path: str) -> _OpenFile:
-        file = self._files[path] = _OpenFile(self.root / path)
-        if len(self._files) > MAX_OPEN_FILES:
+        entry = self.index.files[path]
+        file = _OpenFile(self.root.open(path, entry.bytes, entry.sha256))
+        self._files[path] = file
+        if len(self._files) > (MAX_OPEN_FILES if self.root.is_local else MAX_OPEN_CACHED_FILES):
             self._files.popitem(last=False)
         return file
 
     def _damage(self, path: str, what: str) -> DamagedStoreError:
         return DamagedStoreError(
-            f"{self.root / path}: {what}. The shard is damaged; "
+            f"{self.root.at(path)}: {what}. The shard is damaged; "
             f"run 'prebake store verify {self.root}'."
         )
 
     def _text_row_of(self, text_key: str) -> int:
-        for row in _rows_with_id(self._text_key_words, text_key):
+        for row in rows_with_id(id_bytes(self.index.texts["text_key"]), text_key):
             return row
         raise PrebakeError(
             f"{self.root} holds no text row {text_key}. "
             f"Let 'prebake precompute' complete the store."
         )
 
-    # What every read needs, as arrays; made on first use.
+    # What reads need, as views of the index; made on first use.
 
     @cached_property
-    def _variant_places(self) -> Places:
-        return variant_places(self.manifest, self.index)
+    def _samples(self) -> Places:
+        return sample_places(self.manifest, self.index)
 
     @cached_property
-    def _texts(self) -> TextPlaces:
+    def _texts(self) -> Places:
         return text_places(self.manifest, self.index)
 
     @cached_property
-    def _buckets(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
-        """The distinct buckets, and for each row the position of its own."""
-        return self.index.distinct_buckets()
+    def _text_rows(self) -> NDArray[np.int32]:
+        """The text row of each text of each sample, where samples do not carry their texts."""
+        if self.manifest.texts_inline:
+            return np.zeros(0, np.int32)
+        return text_rows_of_texts(self.index)
+
+    @cached_property
+    def _text_starts(self) -> NDArray[np.int32]:
+        return list_starts(self.index.samples["text_keys"])
+
+    @cached_property
+    def _text_weights(self) -> NDArray[np.float64]:
+        return list_values(self.index.samples["text_weights"])
+
+    @cached_property
+    def _empty_text_row(self) -> int:
+        return self._text_row_of(self.manifest.empty_text_key)
+
+    @cached_property
+    def _ids(self) -> NDArray[np.uint8]:
+        return self.index.sample_ids()
 
     @cached_property
     def _variants(self) -> NDArray[np.int16]:
         return self.index.column("variant")
 
-    @cached_property
-    def _text_starts(self) -> NDArray[np.int64]:
-        return list_starts(self.index.samples["text_keys"])
 
-    @cached_property
-    def _text_weights(self) -> NDArray[np.float32]:
-        return list_values(self.index.samples["text_weights"]).astype(np.float32)
-
-    @cached_property
-    def _id_words(self) -> NDArray[np.uint64]:
-        return np.ascontiguousarray(id_words(self.index.samples["sample_id"]).T, np.uint64)
-
-    @cached_property
-    def _text_key_words(self) -> NDArray[np.uint64]:
-        return np.ascontiguousarray(id_words(self.index.texts["text_key"]).T, np.uint64)
-
-
-def _rows_with_id(words: NDArray[np.uint64], wanted: str) -> Iterator[int]:
-    """Yield the rows of an id in `words` [2, rows], which are sorted."""
-    high, low = np.frombuffer(bytes.fromhex(wanted), ">u8").astype(np.uint64)
-    first, end = np.searchsorted(words[0], high, "left"), np.searchsorted(words[0], high, "right")
-    for row in range(int(first), int(end)):
-        if words[1, row] == low:
-            yield row
+def _tensors(specs: Sequence[TensorSpec], cells: tuple[int, int] | None) -> list[_Tensor]:
+    return [
+        _Tensor(spec.name, spec.numpy_dtype, spec.row_shape(cells), spec.row_bytes(cells))
+        for spec in specs
+    ]

@@ -9,6 +9,7 @@ import json
 import tarfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,15 @@ import google_crc32c
 import numpy as np
 
 from store_format.commits import FileEntry, ShardEntry
-from store_format.files import HashedFile, make_folder, publish
+from store_format.files import HashedFile
+from store_format.folders import Folder
 from store_format.manifest import TensorSpec
 from store_format.rows import Place, SampleRow, TextRow, describe_sample
 from store_format.zarr_layout import tensor_bytes
 
 BLOCK_BYTES = 512
 SHARD_LIST_NAME = "shards.txt"
+_NAME, _CHECKSUM = slice(0, 100), slice(148, 156)  # in a tar header
 
 
 def tar_file(shard: str) -> str:
@@ -35,7 +38,7 @@ class TarShard:
 
     def __init__(
         self,
-        root: Path,
+        root: Folder,
         staging: Path,
         *,
         name: str,
@@ -61,7 +64,7 @@ class TarShard:
 
     def append(self, row: SampleRow | TextRow, tensors: Sequence[np.ndarray]) -> Place:
         """Add one row: the specs' tensors, then those of each of the row's texts."""
-        key, about, num_texts = _describe(row, bool(self._text_specs))
+        key, about, num_texts = describe(row, bool(self._text_specs))
         members = [(spec.name, spec) for spec in self._specs]
         for t in range(num_texts):
             suffix = f".{t}" if t else ""
@@ -70,15 +73,14 @@ class TarShard:
         for (member, spec), tensor in zip(members, tensors, strict=True):
             shape = spec.row_shape(self._cells)
             data = tensor_bytes(spec, shape, tensor)
-            header = _npy_header(spec.numpy_dtype, shape)
-            self._add_header(f"{key}.{member}.npy", len(header) + len(data))
-            self._file.write(header)
+            npy = npy_header(spec.numpy_dtype, shape)
+            header = member_header(f".{member}.npy", len(npy) + len(data))
+            self._file.write(header.of(key) + npy)
             offsets.append(self._file.write(data.data))
             self._pad()
             crcs.append(google_crc32c.value(data))
-        text = json.dumps(about, ensure_ascii=False, sort_keys=True).encode("utf-8")
-        self._add_header(f"{key}.json", len(text))
-        self._file.write(text)
+        text = row_json(about)
+        self._file.write(member_header(".json", len(text)).of(key) + text)
         self._pad()
         self.num_rows += 1
         return Place(self.name, self.num_rows - 1, tuple(offsets), tuple(crcs))
@@ -89,8 +91,7 @@ class TarShard:
         self._file.write(bytes(2 * BLOCK_BYTES))
         size, sha256 = self._file.size_bytes, self._file.close()
         path = tar_file(self.name)
-        make_folder((self._root / path).parent)
-        publish(self._staged, self._root / path)
+        self._root.publish(self._staged, path)
         entry = FileEntry(path=path, bytes=size, sha256=sha256)
         return ShardEntry(name=self.name, kind=self.kind, rows=self.num_rows, files=(entry,))
 
@@ -98,16 +99,12 @@ class TarShard:
         """Close the file of a shard that will not be finished."""
         self._file.abandon()
 
-    def _add_header(self, name: str, size_bytes: int) -> None:
-        info = tarfile.TarInfo(name)  # its defaults: mode 0644, mtime 0, uid and gid 0, no names
-        info.size = size_bytes
-        self._file.write(info.tobuf(tarfile.USTAR_FORMAT))
-
     def _pad(self) -> None:
         self._file.write(bytes(-self._file.size_bytes % BLOCK_BYTES))
 
 
-def _describe(row: SampleRow | TextRow, texts_inline: bool) -> tuple[str, dict[str, Any], int]:
+def describe(row: SampleRow | TextRow, texts_inline: bool) -> tuple[str, dict[str, Any], int]:
+    """Return a row's key, the content of its `KEY.json`, and how many texts it carries."""
     if isinstance(row, SampleRow):
         return row.key, describe_sample(row), len(row.texts) if texts_inline else 0
     about = asdict(row)
@@ -115,7 +112,36 @@ def _describe(row: SampleRow | TextRow, texts_inline: bool) -> tuple[str, dict[s
     return row.text_key, about, 0
 
 
-def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+def row_json(about: dict[str, Any]) -> bytes:
+    """Return `KEY.json` of a row that is described so."""
+    return json.dumps(about, ensure_ascii=False, sort_keys=True).encode("utf-8")
+
+
+class _MemberHeader:
+    """The tar headers of members of one size whose names are equal but for the key before."""
+
+    def __init__(self, suffix: str, num_bytes: int) -> None:
+        info = tarfile.TarInfo(suffix)  # its defaults: mode 0644, mtime 0, uid and gid 0, no names
+        info.size = num_bytes
+        block = info.tobuf(tarfile.USTAR_FORMAT)
+        self._suffix = suffix.encode()
+        self._between, self._behind = block[_NAME.stop : _CHECKSUM.start], block[_CHECKSUM.stop :]
+        # The checksum is the sum of all bytes, its own taken for spaces.
+        self._sum = sum(block) - sum(block[_CHECKSUM]) + sum(b" " * len(block[_CHECKSUM]))
+
+    def of(self, key: str) -> bytes:
+        """Return the header of the member of `key`."""
+        name = (key.encode() + self._suffix).ljust(_NAME.stop, b"\0")
+        checksum = b"%06o\0 " % (self._sum + sum(key.encode()))
+        return b"".join((name, self._between, checksum, self._behind))
+
+
+member_header = lru_cache(maxsize=4096)(_MemberHeader)  # as tarfile takes 50 us to make one
+
+
+@lru_cache(maxsize=256)
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return what lies in a `.npy` file before the numbers."""
     sink = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         sink, {"descr": dtype.str, "fortran_order": False, "shape": shape}

@@ -1,73 +1,93 @@
-"""Writing a store: one process at a time, commit by commit (FORMAT.md, section 9)."""
+"""Writing a store: any number of processes at a time, commit by commit (FORMAT.md, section 9)."""
 
-import fcntl
-import os
+import contextlib
 import secrets
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from store_format import webdataset_layout, zarr_layout
-from store_format.commits import INDEX_FOLDER, Commit, write_commit
-from store_format.errors import NotAStoreError, StoreBusyError
-from store_format.files import is_file_with, make_folder, publish, replace_file, write_file
-from store_format.index import LiveIndex, id_bytes, list_starts
+from store_format.commits import (
+    COMMIT_FILE,
+    INDEX_FOLDER,
+    Commit,
+    ShardEntry,
+    heads,
+    parse_commit,
+    parse_segment,
+    write_commit,
+)
+from store_format.errors import DamagedStoreError, NotAStoreError, StoreBusyError
+from store_format.folders import Folder, LocalFolder, Location, folder_of
+from store_format.index import LiveIndex, id_words
+from store_format.locks import LOCK_NAME, STAGING_FOLDER
 from store_format.manifest import MANIFEST_NAME, Manifest, check_same_bake, read_manifest
-from store_format.rows import Place, SampleRow, TextRow, Tombstone, sample_table, text_table
+from store_format.rows import (
+    SAMPLE_SCHEMA,
+    TEXT_SCHEMA,
+    Place,
+    SampleRow,
+    TextRow,
+    Tombstone,
+    sample_table,
+    text_table,
+)
 from store_format.store import Store
+from store_format.views import outdated, shards_with_dead_rows, used_texts, view_files
 from store_format.webdataset_layout import TarShard
 from store_format.zarr_layout import ZarrShard
 
-LOCK_NAME = "writer.lock"
-STAGING_FOLDER = "staging"
+COMPACT_FROM_COMMITS = 200
+ROWS_OF_A_RESTATEMENT = 1 << 18  # rows in one commit of a compacted index
 ShardDraft = ZarrShard | TarShard
+
+_NEWS = {  # what a writer wants to know of other writers' commits
+    "samples": pa.schema(
+        [SAMPLE_SCHEMA.field(name) for name in ("sample_id", "latent_key", "text_keys")]
+    ),
+    "texts": pa.schema([TEXT_SCHEMA.field("text_key")]),
+}
 
 
 class StoreWriter:
-    """The one writer of a store. Use as a context manager; leaving it frees the lock.
+    """A writer of a store, one of several perhaps. A context manager; leaving it ends its claim.
 
-    Nothing counts before `commit`; whatever a killed writer leaves behind is outside the index, and
-    the next writer removes what it left in `staging/`.
+    Nothing counts before `commit`; whatever a killed writer leaves behind is outside the index.
+
+    Attributes:
+        others_samples: what other writers have committed since this one opened the store: for each
+            sample id its latent key and text keys, or None if they dropped it.
+        others_texts: the text keys of their text rows.
     """
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
-        """Create the store at `root`, or open it for adding.
+    def __init__(self, location: Location | Folder, manifest: Manifest) -> None:
+        """Create the store at `location`, or open it for adding.
 
         Raises:
-            StoreBusyError: another process writes it.
             OtherBakeError: it holds another bake.
             NotAStoreError: the folder holds something else.
         """
-        self.root = root
+        self.root = folder_of(location)
         self.manifest = manifest
         self.writer = secrets.token_hex(4)
+        self.others_samples: dict[str, tuple[str, tuple[str, ...]] | None] = {}
+        self.others_texts: set[str] = set()
         self._num_shards = 0
         self._drafts: set[ShardDraft] = set()
-        check_target(root, manifest)
-        root.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(root)
+        check_target(self.root, manifest)
+        self._claim = self.root.claim(self.writer)
         try:
-            self.staging = root / STAGING_FOLDER
-            shutil.rmtree(self.staging, ignore_errors=True)
-            self.staging.mkdir()
-            if (root / MANIFEST_NAME).exists():  # again: another writer may have made it meanwhile
-                check_same_bake(root, read_manifest(root), manifest)
-            else:
-                make_folder(root / INDEX_FOLDER)
-                part = self.staging / MANIFEST_NAME
-                write_file(part, manifest.to_json())
-                publish(part, root / MANIFEST_NAME)
-            self.index = LiveIndex(root)
-            self._next_sequence = self.index.last_sequence + 1
-            self._parents = self.index.heads
+            self.staging = self._claim.staging
+            self._make_manifest()
+            self.index = LiveIndex(self.root)
+            self._commits = {commit.name: commit for commit in self.index.commits}
+            self._known = {n for c in self.index.commits for n in (c.name, *c.replaces)}
         except BaseException:
-            os.close(self._lock)
+            self._claim.release()
             raise
 
     def __enter__(self) -> Self:
@@ -81,8 +101,14 @@ class StoreWriter:
     ) -> None:
         for draft in self._drafts:
             draft.abandon()
-        shutil.rmtree(self.staging, ignore_errors=True)
-        os.close(self._lock)
+        self._claim.release()
+
+    def _make_manifest(self) -> None:
+        if not self.root.sizes([MANIFEST_NAME]):
+            self.root.make_folder(INDEX_FOLDER)
+            with contextlib.suppress(FileExistsError):  # another writer was first
+                self.root.create(MANIFEST_NAME, self.manifest.to_json(), self.staging)
+        check_same_bake(self.root, read_manifest(self.root), self.manifest)
 
     def reload(self) -> Store:
         """Read the index anew and return the store as committed so far."""
@@ -127,6 +153,29 @@ class StoreWriter:
         self._drafts.add(draft)
         return draft
 
+    def look_around(self) -> None:
+        """Note what other writers have committed since the last look."""
+        names = [name for name in self.root.names(INDEX_FOLDER) if COMMIT_FILE.fullmatch(name)]
+        paths = [f"{INDEX_FOLDER}/{n}" for n in names if n.removesuffix(".json") not in self._known]
+        for path, data in zip(paths, self.root.read_all(paths), strict=True):
+            commit = parse_commit(data, self.root.at(path))
+            self._commits[commit.name] = commit
+            self._known.update((commit.name, *commit.replaces))
+            for sample in self._news(commit, "samples"):
+                key = sample["latent_key"]
+                texts = tuple(text.hex() for text in sample["text_keys"] or ())
+                self.others_samples[sample["sample_id"].hex()] = (key.hex(), texts) if key else None
+            self.others_texts.update(text["text_key"].hex() for text in self._news(commit, "texts"))
+
+    def _news(self, commit: Commit, kind: Literal["samples", "texts"]) -> list[dict[str, Any]]:
+        segment = getattr(commit.segments, kind)
+        if segment is None:
+            return []
+        data = self.root.read(segment.path)
+        table = parse_segment(data, segment, _NEWS[kind], self.root.at(segment.path))
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+
     def commit(
         self,
         shards: Sequence[ShardDraft] = (),
@@ -147,35 +196,142 @@ class StoreWriter:
         variants += [(tombstone.sample_id, 0) for tombstone in tombstones]
         assert len(set(variants)) == len(variants), "a commit names a variant of a sample twice"
         entries = [shard.finish() for shard in shards]
+        commit = self._commit_tables(sample_table(samples, tombstones), text_table(texts), entries)
+        self._drafts.difference_update(shards)
+        return commit
+
+    def _commit_tables(
+        self,
+        samples: pa.Table | None,
+        texts: pa.Table | None,
+        shards: Sequence[ShardEntry],
+        replaces: Sequence[str] = (),
+    ) -> Commit:
+        self.look_around()
+        commits = list(self._commits.values())
         commit = write_commit(
             self.root,
             self.staging,
-            sequence=self._next_sequence,
+            sequence=max((commit.sequence for commit in commits), default=0) + 1,
             writer=self.writer,
-            samples=sample_table(samples, tombstones),
-            texts=text_table(texts),
-            shards=entries,
-            parents=self._parents,
+            samples=samples,
+            texts=texts,
+            shards=shards,
+            parents=heads(commits),
+            replaces=replaces,
         )
-        self._drafts.difference_update(shards)
-        self._next_sequence += 1
-        self._parents = (commit.name,)
+        self._commits[commit.name] = commit
+        self._known.add(commit.name)
         return commit
 
-    def rewrite_shards_with_dead_rows(self) -> int:
-        """Copy the live rows of tars that also hold dead ones to new tars; return how many.
+    def tidy(self, *, finished: bool = True) -> list[DamagedStoreError]:
+        """Leave the store as plain readers and the next reader want it; the last writer out does.
+
+        Args:
+            finished: False after an interruption: only what takes no time.
+
+        Returns:
+            What kept live rows from being copied out of shards with dead ones. They stay there.
+        """
+        self.look_around()
+        alone = self._claim.make_exclusive() or not (self.root.is_local or self.others_samples)
+        self.reload()
+        damage: list[DamagedStoreError] = []
+        if not alone:
+            return damage  # others write still, and do this after us
+        if finished:
+            damage = self.rewrite_shards_with_dead_rows()
+            if len(self.index.commits) >= COMPACT_FROM_COMMITS and self.root.is_local:
+                self.compact()
+        self.refresh_views()
+        return damage
+
+    def become_exclusive(self) -> None:
+        """Have the store alone from here on.
+
+        Raises:
+            StoreBusyError: another process writes it.
+        """
+        if not self._claim.make_exclusive():
+            raise StoreBusyError(
+                f"{self.root} is being written by another process. Wait for it to end."
+            )
+        self.look_around()
+        self.reload()
+
+    def compact(self, *, garbage: Collection[str] = (), used_texts_only: bool = False) -> None:
+        """Restate all live rows in few commits, so that a store of many opens fast.
+
+        To be called by a writer that has the store alone. The last of the commits replaces all
+        older ones; killed before it, the rows are merely stated twice.
+
+        Args:
+            garbage: shards without live rows, which the new commits no longer list.
+            used_texts_only: leave out texts that no live sample has.
+        """
+        self.reload()
+        samples, texts = self.index.whole_samples(), self.index.whole_texts()
+        if used_texts_only:
+            texts = texts.take(pa.array(used_texts(self.manifest, self.index)))
+        dead = set(garbage)
+        shards = [shard for name, shard in self.index.shards.items() if name not in dead]
+        replaces = sorted(self._commits)
+        bounds = _bounds_of_restatements(samples)
+        num_parts = max(len(bounds) - 1, -(-len(texts) // ROWS_OF_A_RESTATEMENT), 1)
+        for part in range(num_parts):
+            start, stop = (bounds[min(i, len(bounds) - 1)] for i in (part, part + 1))
+            is_last = part == num_parts - 1
+            self._commit_tables(
+                samples.slice(start, stop - start),
+                texts.slice(part * ROWS_OF_A_RESTATEMENT, ROWS_OF_A_RESTATEMENT),
+                shards if is_last else (),
+                replaces if is_last else (),
+            )
+        for name in replaces:
+            del self._commits[name]
+        self.reload()
+
+    def rewrite_shards_with_dead_rows(self) -> list[DamagedStoreError]:
+        """Copy the live rows of tars that also hold dead ones to new tars.
 
         Zarr stores mark dead rows instead (FORMAT.md, section 7).
+
+        Returns:
+            For each tar that stays as it is, because a live row in it is damaged, the error.
         """
-        store = self.reload()
-        if self.manifest.layout == "zarr":
-            return 0
-        dirty = shards_with_dead_rows(self.index)
+        self.reload()
+        damage = []
+        if self.manifest.layout == "webdataset":
+            for name, rows in shards_with_dead_rows(self.index).items():
+                try:
+                    self.move_rows({name: rows}, {})
+                except DamagedStoreError as error:
+                    damage.append(error)
+        return damage
+
+    def move_rows(
+        self,
+        samples: Mapping[str, NDArray[np.int64]],
+        texts: Mapping[str, NDArray[np.int64]],
+        progress: Callable[[int], object] = lambda num_rows: None,
+    ) -> None:
+        """Copy rows from where they lie to new shards, one for each old one.
+
+        Args:
+            samples: rows of the index to copy, by the shard of samples in which they lie.
+            texts: likewise text rows.
+            progress: is told the rows of each shard after they were copied.
+
+        Raises:
+            DamagedStoreError: one of them cannot be read.
+        """
+        store = Store(self.root, self.manifest, self.index)
         moved: dict[int, Place] = {}
-        for rows in dirty.values():
+        for rows in samples.values():
             draft = self.new_sample_shard(store.sample(int(rows[0])).bucket_px)
             for row in rows.tolist():
-                tensors = [store.read_variant(row), *store.read_texts(row)]
+                tensors = [store.read_variant(row)]
+                tensors += store.read_texts(row) if self.manifest.texts_inline else []
                 arrays = [array for each in tensors for array in each.values()]
                 moved[row] = draft.append(store.sample(row), arrays)
             restated = []  # with the variants that lie in other shards
@@ -183,9 +339,17 @@ class StoreWriter:
                 sample = store.sample(row)
                 restated.append(sample.placed(moved[row]) if row in moved else sample)
             self.commit([draft], restated)
-        if dirty:
-            self.reload()
-        return len(dirty)
+            progress(len(rows))
+        for rows in texts.values():
+            draft = self.new_text_shard()
+            text_rows = []
+            for row in rows.tolist():
+                text = self.index.text(row)
+                states = list(store.read_text(text.text_key).values())
+                text_rows.append(replace(text, place=draft.append(text, states)))
+            self.commit([draft], texts=text_rows)
+            progress(len(rows))
+        self.reload()
 
     def refresh_views(self) -> None:
         """Bring what plain readers see (`live`, `text_key`, `shards.txt`) to the last commit."""
@@ -193,55 +357,37 @@ class StoreWriter:
         if shards_with_dead_rows(self.index) and self.manifest.texts_inline:
             return  # `shards.txt` stays at the last state that was whole
         for _, files in view_files(self.manifest, self.index):
-            for path, data in files.items():
-                if not is_file_with(self.root / path, data):
-                    replace_file(self.root / path, data, self.staging)
+            for path in outdated(self.root, files):
+                self.root.replace(path, files[path], self.staging)
 
     def _new_name(self) -> str:
         self._num_shards += 1
         return f"{self.writer}-{self._num_shards:06d}"
 
 
-def shards_with_dead_rows(index: LiveIndex) -> dict[str, NDArray[np.int64]]:
-    """Return the shards that hold live and dead sample rows, each with its live rows."""
-    return {
-        name: rows
-        for name, rows in index.rows_by_shard().items()
-        if len(rows) < index.shards[name].rows
-    }
+def _bounds_of_restatements(samples: pa.Table) -> list[int]:
+    """Cut rows that are sorted by sample into parts that keep the variants of a sample together."""
+    words = id_words(samples["sample_id"])
+    starts = np.flatnonzero(np.append(True, (words[1:] != words[:-1]).any(axis=1)))
+    bounds = [0]
+    while bounds[-1] + ROWS_OF_A_RESTATEMENT < len(words):
+        wanted = bounds[-1] + ROWS_OF_A_RESTATEMENT
+        later = starts[np.searchsorted(starts, wanted) :]
+        if not len(later):
+            break
+        bounds.append(int(later[0]))
+    return [*bounds, len(words)]
 
 
-def view_files(manifest: Manifest, index: LiveIndex) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield what plain readers must see: (shard, or shard list; its files by path)."""
-    rows_by_shard = index.rows_by_shard()
-    if manifest.layout == "webdataset":
-        yield webdataset_layout.SHARD_LIST_NAME, webdataset_layout.view_files(rows_by_shard)
-        return
-    place = index.column("row")
-    starts = list_starts(index.samples["text_keys"])
-    num_texts = np.diff(starts)
-    keys = id_bytes(pc.list_flatten(index.samples["text_keys"]))
-    for name, shard in index.shards.items():
-        if shard.kind != "samples":
-            continue
-        rows = rows_by_shard.get(name, np.zeros(0, np.int64))
-        live = np.zeros(shard.rows, np.bool_)
-        live[place[rows]] = True
-        text_key = np.zeros((shard.rows, num_texts[rows].max(initial=1), 16), np.uint8)
-        for text in range(text_key.shape[1]):
-            having = rows[num_texts[rows] > text]
-            text_key[place[having], text] = keys[starts[having] + text]
-        yield name, zarr_layout.view_files(name, live, text_key)
-
-
-def check_target(root: Path, manifest: Manifest) -> None:
-    """Check that `root` holds this bake, or may become a store; nothing is changed.
+def check_target(location: Location | Folder, manifest: Manifest) -> None:
+    """Check that a folder holds this bake, or may become a store; nothing is changed.
 
     Raises:
         OtherBakeError: it holds another bake.
         NotAStoreError: it holds something else.
     """
-    if (root / MANIFEST_NAME).exists():
+    root = folder_of(location)
+    if root.sizes([MANIFEST_NAME]):
         check_same_bake(root, read_manifest(root), manifest)
     elif not _may_become_a_store(root):
         raise NotAStoreError(
@@ -249,25 +395,9 @@ def check_target(root: Path, manifest: Manifest) -> None:
         )
 
 
-def _may_become_a_store(root: Path) -> bool:
+def _may_become_a_store(root: Folder) -> bool:
     """Whether `root` is absent, empty, or was left by a writer killed before its manifest."""
-    if not root.exists():
-        return True
-    if not root.is_dir():
+    if isinstance(root, LocalFolder) and root.path.exists() and not root.path.is_dir():
         return False
-    names = {path.name for path in root.iterdir()}
+    names = set(root.names())
     return not names or (LOCK_NAME in names and names <= {LOCK_NAME, STAGING_FOLDER, INDEX_FOLDER})
-
-
-def _lock(root: Path) -> int:
-    """Take the store's writer lock; the system frees it when the process ends, however it ends."""
-    descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise StoreBusyError(
-            f"{root} is being written by another process. "
-            f"Wait for it to end, or bake to another --out."
-        ) from None
-    return descriptor

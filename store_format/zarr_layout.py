@@ -7,7 +7,7 @@ memory. zarr-python and tensorstore read the result; tests hold them to it.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import google_crc32c
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store_format.commits import FileEntry, ShardEntry
-from store_format.files import HashedFile, flush_folder, make_folder, publish, replace_file
+from store_format.files import HashedFile, flush_all
+from store_format.folders import Folder
 from store_format.manifest import TensorSpec
 from store_format.rows import Place, SampleRow, TextRow
 
@@ -64,12 +65,32 @@ def _sharding(row_shape: tuple[int, ...], item_bytes: int) -> dict[str, Any]:
     }
 
 
+def _tensor_json(spec: TensorSpec, shape: tuple[int, ...], num_rows: int) -> bytes:
+    """Return the metadata of the array of a tensor, whose rows have `shape`."""
+    return _array_json(
+        (num_rows, *shape),
+        spec.numpy_dtype.name,
+        _NAN_FILL[spec.dtype],
+        [_sharding(shape, spec.numpy_dtype.itemsize)],
+    )
+
+
+def sharding_index(num_rows: int, chunk_bytes: int) -> bytes:
+    """Return the end of a tensor's file: where each row's chunk lies, and the crc32c of that."""
+    spans = np.empty((num_rows, 2), "<u8")  # [rows, (offset, bytes)]
+    spans[:, 0] = np.arange(num_rows, dtype=np.uint64) * chunk_bytes
+    spans[:, 1] = chunk_bytes
+    footer = spans.tobytes()
+    crc: int = google_crc32c.value(footer)
+    return footer + crc.to_bytes(CRC_BYTES, "little")
+
+
 class ZarrShard:
     """One shard in the making: rows are appended, then it is published whole."""
 
     def __init__(
         self,
-        root: Path,
+        root: Folder,
         staging: Path,
         *,
         name: str,
@@ -110,38 +131,27 @@ class ZarrShard:
         """Complete, flush and publish the shard; it counts once a commit lists the result."""
         num_rows = len(self._rows)
         assert num_rows, "a shard without rows is not published"
-        entries: list[FileEntry] = []
-        for (spec, shape), file in zip(self._specs, self._files, strict=True):
+        files: dict[str, HashedFile] = {}
+        for (spec, shape), file in zip(self._specs, list(self._files), strict=True):
             chunk_bytes = file.size_bytes // num_rows
-            spans = np.empty((num_rows, 2), "<u8")  # [rows, (offset, bytes)]
-            spans[:, 0] = np.arange(num_rows, dtype=np.uint64) * chunk_bytes
-            spans[:, 1] = chunk_bytes
-            footer = spans.tobytes()
-            file.write(footer + google_crc32c.value(footer).to_bytes(CRC_BYTES, "little"))
-            entries.append(
-                FileEntry(
-                    path=tensor_file(self.name, spec), bytes=file.size_bytes, sha256=file.close()
-                )
-            )
-            meta = _array_json(
-                (num_rows, *shape),
-                spec.numpy_dtype.name,
-                _NAN_FILL[spec.dtype],
-                [_sharding(shape, spec.numpy_dtype.itemsize)],
-            )
-            entries.append(self._add(f"{spec.name}/zarr.json", meta))
-        entries.append(self._add("zarr.json", json.dumps(_GROUP).encode()))
+            file.write(sharding_index(num_rows, chunk_bytes))
+            files[tensor_file(self.name, spec)] = file
+            meta = _tensor_json(spec, shape, num_rows)
+            files |= self._add({f"{self.name}/{spec.name}/zarr.json": meta})
+        files |= self._add({f"{self.name}/zarr.json": group_json()})
         for name, array in self._plain_arrays().items():
-            for path, data in _plain_array_files(name, array).items():
-                entries.append(self._add(path, data))
+            files |= self._add(_plain_array_files(f"{self.name}/{name}", array))
         if self.kind == "samples":
             nothing = np.zeros(num_rows, np.bool_), np.zeros((num_rows, 1, 16), np.uint8)
-            for path, data in view_files(self.name, *nothing).items():
-                self._add(path.removeprefix(f"{self.name}/"), data)
+            self._add(view_files(self.name, *nothing))  # which no commit lists
+        flush_all(self._files)
+        sha256 = {file: file.close() for file in self._files}
+        entries = [
+            FileEntry(path=path, bytes=file.size_bytes, sha256=sha256[file])
+            for path, file in files.items()
+        ]
         _publish_groups(self._root, self._staged.parent, self.name)
-        for folder in (self._staged, *self._staged.rglob("*/")):
-            flush_folder(folder)
-        publish(self._staged, self._root / self.name)
+        self._root.publish(self._staged, self.name)
         return ShardEntry(name=self.name, kind=self.kind, rows=num_rows, files=tuple(entries))
 
     def abandon(self) -> None:
@@ -159,10 +169,14 @@ class ZarrShard:
             "variant": np.array([row.variant for row in rows], "<i2"),
         }
 
-    def _add(self, path: str, data: bytes) -> FileEntry:
-        file = HashedFile(self._staged / path)
-        file.write(data)
-        return FileEntry(path=f"{self.name}/{path}", bytes=len(data), sha256=file.close())
+    def _add(self, contents: dict[str, bytes]) -> dict[str, HashedFile]:
+        """Begin small files, by their paths in the store."""
+        files = {}
+        for path, data in contents.items():
+            files[path] = HashedFile(self._staged / path.removeprefix(f"{self.name}/"))
+            self._files.append(files[path])
+            files[path].write(data)
+        return files
 
 
 def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], tensor: np.ndarray) -> NDArray[np.uint8]:
@@ -188,23 +202,71 @@ def view_files(
     return files
 
 
+def view_arrays(shard: str) -> tuple[str, str]:
+    """Return the paths of the chunks of `live` and `text_key` in a sample shard's view."""
+    return plain_array_file(f"{shard}/live", (1,)), plain_array_file(f"{shard}/text_key", (1,) * 3)
+
+
 def _plain_array_files(path: str, array: NDArray[Any]) -> dict[str, bytes]:
     """Return the two files of a small array that is one chunk."""
     codec = _BYTES if array.dtype.itemsize > 1 else {"name": "bytes"}
     fill = False if array.dtype == np.bool_ else 0
     return {
         f"{path}/zarr.json": _array_json(array.shape, array.dtype.name, fill, [codec]),
-        f"{path}/c/{'/'.join('0' * array.ndim)}": array.tobytes(),
+        plain_array_file(path, array.shape): array.tobytes(),
     }
 
 
-def _publish_groups(root: Path, staging: Path, shard: str) -> None:
-    """Write the group metadata of the folders above a shard, where it is missing."""
-    for folder in reversed(Path(shard).parents):
-        path = root / folder / "zarr.json"
-        make_folder(path.parent)
-        if not path.exists():
-            replace_file(path, json.dumps(_GROUP).encode(), staging)
+def group_json() -> bytes:
+    """Return the metadata of every group."""
+    return json.dumps(_GROUP).encode()
+
+
+def metadata_files(
+    shard: str,
+    kind: Literal["samples", "texts"],
+    specs: Sequence[TensorSpec],
+    cells: tuple[int, int] | None,
+    num_rows: int,
+) -> dict[str, bytes]:
+    """Return the `zarr.json` files of a shard, by path in the store, but for those of its view."""
+    files = {f"{shard}/zarr.json": group_json()}
+    for spec in specs:
+        path = f"{shard}/{spec.name}/zarr.json"
+        files[path] = _tensor_json(spec, spec.row_shape(cells), num_rows)
+    for name, (shape, dtype) in plain_arrays(kind, num_rows).items():
+        codec = _BYTES if dtype.itemsize > 1 else {"name": "bytes"}
+        files[f"{shard}/{name}/zarr.json"] = _array_json(shape, dtype.name, 0, [codec])
+    return files
+
+
+def plain_arrays(
+    kind: Literal["samples", "texts"], num_rows: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return shape and dtype of the arrays of a shard that say which rows it has."""
+    if kind == "texts":
+        return {"text_key": ((num_rows, 16), np.dtype("u1"))}
+    return {
+        "sample_id": ((num_rows, 16), np.dtype("u1")),
+        "variant": ((num_rows,), np.dtype("<i2")),
+    }
+
+
+def plain_array_file(path: str, shape: Sequence[int]) -> str:
+    """Return the path of the one chunk of such an array at `path`."""
+    return f"{path}/c/{'/'.join('0' * len(shape))}"
+
+
+def group_files(shard: str) -> list[str]:
+    """Return the group metadata of the folders above a shard, outermost first."""
+    return [(folder / "zarr.json").as_posix() for folder in reversed(PurePosixPath(shard).parents)]
+
+
+def _publish_groups(root: Folder, staging: Path, shard: str) -> None:
+    """Write the group metadata above a shard, where it is missing."""
+    paths = group_files(shard)
+    for path in [path for path in paths if path not in root.sizes(paths)]:
+        root.replace(path, group_json(), staging)
 
 
 def _ids(ids: Sequence[str]) -> np.ndarray:

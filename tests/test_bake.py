@@ -38,6 +38,7 @@ from tiny_models import tiny_vae
 
 import precompute.bake
 import precompute.encoders
+import precompute.run
 import precompute.texts
 from precompute.bake import prepare
 from precompute.buckets import choose_geometry
@@ -190,7 +191,7 @@ class TestEveryFile:
         run_bake(images, out, layout, **EXACT)
         for number, name in enumerate(["a.png", "gone.png", "grown.png", "hashed.png"]):
             draw(images / name, 20 + number)
-        real = precompute.bake.decode
+        real = precompute.run.decode
 
         def interfere(*args: Any) -> Any:
             if (images / "gone.png").exists():
@@ -199,7 +200,7 @@ class TestEveryFile:
                 draw(images / "hashed.png", 31)
             return real(*args)
 
-        with mock.patch("precompute.bake.decode", interfere):
+        with mock.patch("precompute.run.decode", interfere):
             summary = run_bake(images, out, layout, num_workers=1, **EXACT)
         found = baked(out)
         assert reasons(summary) == {
@@ -216,12 +217,12 @@ class TestEveryFile:
         self, images: Path, out: Path
     ) -> None:
         draw_set(images, {"a.png": "a"})
-        real = precompute.bake.decode
+        real = precompute.run.decode
 
         def interfere(data: bytes, *args: Any) -> Any:
             return real(draw(images / "a.png", 5, (80, 64)).read_bytes(), *args)
 
-        with mock.patch("precompute.bake.decode", interfere):
+        with mock.patch("precompute.run.decode", interfere):
             summary = run_bake(images, out)
         assert reasons(summary) == {"a.png": "size_mismatch"}
         assert counts(run_bake(images, out)) == (1, 1)
@@ -249,7 +250,7 @@ class TestEveryFile:
     ) -> None:
         draw_set(images, {f"{i}.png": "a" for i in range(9)})
         with (
-            mock.patch("precompute.bake.decode", side_effect=ZeroDivisionError),
+            mock.patch("precompute.run.decode", side_effect=ZeroDivisionError),
             pytest.raises(ZeroDivisionError),
         ):
             run_bake(images, out, layout)
@@ -261,7 +262,7 @@ class TestEveryFile:
     ) -> None:
         """A shard may hold half a row then: later rows must not be committed with it."""
         draw_set(images, {f"{i:02}.png": f"caption {i}" for i in range(40)})
-        real = precompute.bake.ShardSink._put
+        real = precompute.run.ShardSink._put
         calls = 0
 
         def put(self: Any, *args: Any) -> None:
@@ -274,7 +275,7 @@ class TestEveryFile:
             real(self, *args)
 
         with (
-            mock.patch.object(precompute.bake.ShardSink, "_put", put),
+            mock.patch.object(precompute.run.ShardSink, "_put", put),
             pytest.raises(OSError, match="Input/output"),
         ):
             run_bake(images, out, layout, batch_size=1)
@@ -414,8 +415,8 @@ class TestSecondRun:
         with (
             mock.patch.object(AutoencoderKL, "from_pretrained", side_effect=AssertionError),
             mock.patch("precompute.encoders._load", side_effect=AssertionError),
-            mock.patch("precompute.bake.decode", side_effect=AssertionError),
-            mock.patch("precompute.plan.read_size", side_effect=AssertionError),
+            mock.patch("precompute.run.decode", side_effect=AssertionError),
+            mock.patch("precompute.examine.read_size", side_effect=AssertionError),
         ):
             summary = rebake(set_of_four)
         assert summary.plan.counts() == {("reuse", "unchanged"): 4}
@@ -735,7 +736,7 @@ class TestSameStore:
 
 
 def limited(shard_bytes: int) -> Any:
-    real = precompute.bake.ShardSink.__init__
+    real = precompute.run.ShardSink.__init__
 
     def init(self: Any, writer: Any, **options: Any) -> None:
         real(self, writer, **(options | {"shard_bytes": shard_bytes}))
@@ -1009,7 +1010,7 @@ def synthetic(num_images: int, tmp_path: Path) -> tuple[Scan, Any, Any, LiveInde
         (),
     )
     geometry = choose_geometry(64, 64, 64, 16)
-    base = index.samples.to_pylist()[0]
+    base = index.whole_samples().to_pylist()[0]
     rows = []
     for image in scan.images:
         sha256 = f"{image.mtime_ns:064x}"
@@ -1029,7 +1030,9 @@ def synthetic(num_images: int, tmp_path: Path) -> tuple[Scan, Any, Any, LiveInde
                 "text_keys": [bytes.fromhex(text.text_key)],
             }
         )
-    index.samples = type(index.samples).from_pylist(rows, schema=index.samples.schema)
+    whole = type(index.samples).from_pylist(rows, schema=index.whole_samples().schema)
+    index.samples = whole.select(index.samples.column_names)
+    index.sample_details = whole.select(index.sample_details.column_names)
     return scan, keys, chosen, index
 
 
@@ -1048,7 +1051,7 @@ class TestScale:
             SourceImage(f"new/{i.path}", i.file, 10**6 + i.size_bytes, 1, i.caption)
             for i in scan.images
         )
-        with mock.patch("precompute.plan.read_size", return_value=ImageSize(64, 64)):
+        with mock.patch("precompute.examine.read_size", return_value=ImageSize(64, 64)):
             tracemalloc.start()
             plan = make_plan(Scan((*scan.images, *new), (), ()), index, keys, chosen)
             _, peak_bytes = tracemalloc.get_traced_memory()
@@ -1060,7 +1063,7 @@ class TestScale:
 def test_a_problem_found_in_planning_is_counted_once(images: Path, out: Path) -> None:
     draw_set(images, {"a.png": "a", "b.png": "b"})
     problem = ImageProblem(Reason.UNDECODABLE, "no")
-    with mock.patch("precompute.plan.read_size", side_effect=[ImageSize(64, 64), problem]):
+    with mock.patch("precompute.examine.read_size", side_effect=[ImageSize(64, 64), problem]):
         summary = run_bake(images, out, num_workers=1)
     assert reasons(summary) == {"b.png": "undecodable"}
     assert isinstance(summary.plan, Plan)

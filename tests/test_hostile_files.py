@@ -98,6 +98,13 @@ def rewrite_commit(root, change):
     path.write_text(json.dumps(body))
 
 
+def rewrite_manifest(root, body):
+    """Replace the manifest, and have the commit name the new one."""
+    (root / "prebake.json").write_text(json.dumps(body))
+    found = hashlib.sha256((root / "prebake.json").read_bytes()).hexdigest()
+    rewrite_commit(root, lambda commit: commit.update(manifest_sha256=found))
+
+
 def test_a_damaged_manifest_ends_in_a_prebake_error(root):
     path = root / "prebake.json"
     ended = 0
@@ -341,10 +348,9 @@ def test_absurd_shapes_are_refused_in_the_manifest(root, shape):
 
 @pytest.mark.parametrize("shape", [[1 << 20] * 6, [1 << 20, "h", "w"], [4, "w", "w"]])
 def test_rows_larger_than_their_files_are_refused_without_being_allocated(root, shape):
-    path = root / "prebake.json"
-    body = json.loads(path.read_text())
+    body = json.loads((root / "prebake.json").read_text())
     body["tensors"][0]["shape"] = shape
-    path.write_text(json.dumps(body))
+    rewrite_manifest(root, body)
     if shape == [4, "w", "w"]:  # as large, in a square bucket
         assert use(root) is None
     else:
@@ -370,11 +376,10 @@ def test_a_text_tensor_does_not_depend_on_the_bucket():
 
 
 def test_unknown_keys_outside_of_config_are_refused(root):
-    path = root / "prebake.json"
-    body = json.loads(path.read_text())
-    path.write_text(json.dumps(body | {"config": body["config"] | {"later": 1}}))
+    body = json.loads((root / "prebake.json").read_text())
+    rewrite_manifest(root, body | {"config": body["config"] | {"later": 1}})
     assert use(root) is None
-    path.write_text(json.dumps(body | {"later": 1}))
+    rewrite_manifest(root, body | {"later": 1})
     with pytest.raises(NotAStoreError, match="later: Extra inputs are not permitted"):
         open_store(root)
     with pytest.raises(ValidationError, match="Extra inputs"):

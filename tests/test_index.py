@@ -14,6 +14,7 @@ from store_builders import Sample, build_store, make_manifest, text_key
 
 from store_format.commits import (
     Commit,
+    FileEntry,
     ShardEntry,
     check_relative,
     heads,
@@ -22,6 +23,7 @@ from store_format.commits import (
 )
 from store_format.errors import DamagedStoreError, NotAStoreError
 from store_format.files import write_file
+from store_format.folders import LocalFolder
 from store_format.index import LiveIndex, list_starts, list_values
 from store_format.keys import canonical_json
 from store_format.rows import (
@@ -52,7 +54,8 @@ def root(tmp_path):
 
 
 def shard(name, kind="samples", rows=100):
-    return ShardEntry(name=name, kind=kind, rows=rows, files=())
+    file = FileEntry(path=f"{name}.tar", bytes=0, sha256="00" * 32)
+    return ShardEntry(name=name, kind=kind, rows=rows, files=(file,))
 
 
 def add(
@@ -61,7 +64,7 @@ def add(
     """Write one commit whose shards exist in the index only."""
     name = f"samples/64x64/{writer}-{sequence:06d}"
     return write_commit(
-        root,
+        LocalFolder(root),
         root,
         sequence=sequence,
         writer=writer,
@@ -140,9 +143,9 @@ def test_a_replaced_commit_does_not_count(root):
     second = add(root, 2, [placed(SAMPLES["1"], 2)], parents=[first.name])
     rows = [placed(SAMPLES["1"], 2, writer="0000000c")]
     restated = write_commit(
+        LocalFolder(root),
         root,
-        root,
-        sequence=2,
+        sequence=3,
         writer="0000000c",
         samples=sample_table(rows),
         texts=None,
@@ -156,8 +159,8 @@ def test_a_replaced_commit_does_not_count(root):
             gone.unlink()
         assert live(root) == {("1.png", 0): "000002"}
         assert LiveIndex(root).heads == (restated.name,)
-    third = add(root, 3, [placed(SAMPLES["2"], 3)], parents=[restated.name])
-    assert LiveIndex(root).heads == (third.name,)
+    last = add(root, 4, [placed(SAMPLES["2"], 4)], parents=[restated.name])
+    assert LiveIndex(root).heads == (last.name,)
 
 
 def test_a_lost_parent_is_named(root):
@@ -200,7 +203,7 @@ def test_a_commit_of_a_later_version_is_refused_by_name(root):
     body["sha256"] = hashlib.sha256(canonical_json(body)).hexdigest()
     path.write_text(json.dumps(body))
     with pytest.raises(NotAStoreError, match="has version 2; this prebake reads version 1"):
-        parse_commit(path)
+        parse_commit(path.read_bytes(), str(path))
 
 
 BAD_ROWS = {
@@ -208,7 +211,8 @@ BAD_ROWS = {
     "it names a row that its shard does not have": {"row": 100},
     "it names a row that its shard does not": {"row": -1},
     "offsets and crc32c differ in number": {"crc32c": [1, 2]},
-    "captions, text_keys and text_weights differ": {"captions": ["a"]},
+    "captions and text_keys differ in number": {"captions": ["a"]},
+    "text_keys and text_weights differ": {"text_weights": [1.0]},
     "a sample has no text": {"captions": [], "text_keys": [], "text_weights": []},
     "a bucket has no width": {"bucket_width_px": 0},
     "a bucket has no height": {"bucket_height_px": -8},
@@ -224,11 +228,14 @@ def test_a_live_row_that_cannot_be_is_refused(root, message, change):
     table = pa.Table.from_pylist([record | change], schema=SAMPLE_SCHEMA)
     shards = [shard("samples/64x64/0000000a-000001")]
     options = {"sequence": 1, "writer": "0000000a", "texts": None, "shards": shards, "parents": ()}
-    write_commit(root, root, samples=table, **options)
+    write_commit(LocalFolder(root), root, samples=table, **options)
     with pytest.raises(DamagedStoreError, match=f"index is wrong in itself: {message}"):
-        LiveIndex(root)
-    [finding] = verify_store(root, full=False)
-    assert "wrong in itself" in finding.what
+        _ = LiveIndex(root).sample_details
+    [finding] = verify_store(root, full=True)
+    assert str(root) in finding.what
+    if "captions" in change:
+        with pytest.raises(DamagedStoreError, match="index is wrong in itself"):
+            LiveIndex(root).sample(0)
 
 
 def test_a_variant_that_is_there_twice_is_refused(root):
@@ -238,8 +245,8 @@ def test_a_variant_that_is_there_twice_is_refused(root):
 
 
 def test_a_sample_in_a_shard_of_texts_is_refused(root):
-    name = "samples/64x64/0000000a-000001"
-    add(root, 1, [placed(SAMPLES["0"], 1)], shards=[shard(name, "texts")])
+    row = SAMPLES["0"].row().placed(Place("texts/a", 0, (0,), (0,)))
+    add(root, 1, [row], shards=[shard("texts/a", "texts")])
     with pytest.raises(DamagedStoreError, match="no commit lists among the samples"):
         LiveIndex(root)
 

@@ -236,7 +236,7 @@ class TestOutput:
         assert result.exit_code == 0
         # 64x64 twice and its copy, 80x54 twice; cat, dog, "", and the long one
         text_bytes, latent_bytes = 77 * 32 * 2, 4 * (3 * 64 + 2 * 60) * 2
-        written = latent_bytes + text_bytes * (4 if layout == "zarr" else 5)
+        written = latent_bytes + text_bytes * (4 if layout == "zarr" else 6)  # the empty prompt too
         lines = [
             re.sub(r"[0-9]+ MiB are free", "N MiB are free", x) for x in result.output.splitlines()
         ]
@@ -247,11 +247,14 @@ class TestOutput:
             "warning: images without a caption are baked with the empty prompt: 2 "
             "(again.png, none.png)",
             f"plan for {out} (source 'pictures'):",
-            "          4 add: new",
-            "          1 copy: equal image in this run",
-            "          1 not stored: empty_file",
-            "  buckets (width x height): 64x64: 3, 80x48: 2",
-            "  4 different captions for 5 images",
+            "  files  action      why",
+            "      4  add         new",
+            "      1  copy        equal image in this run",
+            "      1  not stored  empty_file",
+            "  files  bucket   to encode",
+            "      3  64 x 64  2",
+            "      2  80 x 48  2",
+            "  4 different captions for 5 images (80%); each is encoded once",
             f"  writes about {written / 2**20:.1f} MiB; N MiB are free",
             "5 samples written, 0 unchanged, 0 dropped, 1 files not stored; "
             "4 images and 4 captions encoded in S s (R images/s)",
@@ -273,8 +276,8 @@ class TestOutput:
         result = precompute(images, out)
         assert result.exit_code == 0
         lines = result.output.splitlines()
-        assert lines[1] == "          2 reuse: unchanged"
-        assert lines[2].startswith(
+        assert lines[2] == "      2  reuse   unchanged"
+        assert lines[3].startswith(
             "0 samples written, 2 unchanged, 0 dropped, 0 files not stored; 0 images and 0 captions"
         )
         assert (out / "report.jsonl").read_text() == ""
@@ -282,7 +285,7 @@ class TestOutput:
     def test_a_dry_run_prints_the_plan_only(self, images: Path, out: Path) -> None:
         result = precompute(images, out, "--dry-run")
         assert result.exit_code == 0
-        assert "          2 add: new" in result.output
+        assert "      2  add     new" in result.output
         assert "samples written" not in result.output
         assert not out.exists()
 

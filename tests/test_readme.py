@@ -1,19 +1,24 @@
 """Every command and program of the README is run, in a folder that has what it speaks of."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bake_builders import hash_of
 from PIL import Image
+from s3_server import S3Server, s3  # noqa: F401 - a fixture
+
+from store_format import open_store
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, flags=re.M | re.S)
 COMMANDS = [
-    line.split("#")[0].split()
+    shlex.split(line, comments=True)
     for kind, block in BLOCKS
     for line in block.splitlines()
     if kind == "bash"
@@ -48,8 +53,24 @@ def test_the_readme_names_the_make_targets_that_exist() -> None:
     assert named <= set(targets)
 
 
-def test_every_command_and_program_of_the_readme_works(place: Path) -> None:
+def test_every_command_and_program_of_the_readme_works(
+    place: Path,
+    s3: S3Server,  # noqa: F811
+) -> None:
     """In the order of the README, with short trainings: only the number of steps is changed."""
+    with s3.environment(PREBAKE_CACHE=str(place / "cache"), PREBAKE_CACHE_SIZE="1GiB"):
+        run_all(place)
+    assert (place / "cat.png").exists()
+    assert (place / "runs/first/first.safetensors").exists()
+    assert (place / "runs/second/loss.png").exists()
+    assert (place / "runs/remote/loss.png").exists()
+    assert (place / "runs/photos-r4/photos-r4.safetensors").exists()
+    assert hash_of(place / "stores/pulled") == hash_of(place / "stores/photos")
+    assert hash_of(place / "stores/garden-tars") == hash_of(place / "stores/garden")
+    assert len(open_store(place / "stores/both")) == 3
+
+
+def run_all(place: Path) -> None:
     for kind, block in BLOCKS:
         if kind == "python":
             program = block.replace('in the snow")', 'in the snow", num_inference_steps=2)')
@@ -58,21 +79,18 @@ def test_every_command_and_program_of_the_readme_works(place: Path) -> None:
             )
             continue
         for line in block.splitlines():
-            command = line.split("#")[0].split()
+            command = shlex.split(line, comments=True)
             if command[0] != "prebake":
                 assert command[0] == "make"
                 continue
-            arguments = [{"1000": "2", "100": "1"}.get(word, word) for word in command[1:]]
+            changes = {"1000": "2", "100": "1"}
+            arguments = [changes.get(word, word) for word in command[1:]]
             subprocess.run(
                 [sys.executable, "-P", "-m", "prebake", *arguments],
                 cwd=place,
                 check=True,
                 timeout=180,
             )
-    assert (place / "cat.png").exists()
-    assert (place / "runs/first/first.safetensors").exists()
-    assert (place / "runs/second/loss.png").exists()
-    assert (place / "runs/photos-r4/photos-r4.safetensors").exists()
 
 
 def test_the_pipelines_file_of_the_checkout_works(tmp_path: Path) -> None:

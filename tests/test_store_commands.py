@@ -1,14 +1,19 @@
+import csv
+import io
+import json
+import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
-from store_builders import LAYOUTS, Sample, bring_to, build_store
+from store_builders import LAYOUTS, Sample, bring_to, build_store, numbers
 
 from prebake import cli
 from store_format import open_store
-from store_format.commands import bytes_by_kind, size
+from store_format.describe import bytes_by_kind, size
 from store_format.verify import store_hash
 
 WIDE = (96, 48)
@@ -155,29 +160,197 @@ def test_hash_prints_the_digest_only(root):
     assert prebake("hash", root) == store_hash(open_store(root)) + "\n"
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "hash"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "hash", "ls"])
 def test_a_folder_that_is_no_store_is_one_line(tmp_path, command):
     output = prebake(command, tmp_path, code=1)
     assert output.startswith(f"Error: {tmp_path} is not a prebake store (prebake.json is missing).")
     assert output.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "hash"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "hash", "ls"])
 def test_nothing_is_written(root, command):
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}
     prebake(command, root)
     assert {p: p.stat().st_mtime_ns for p in root.rglob("*")} == before
 
 
-def test_help_loads_nothing_heavy():
+def test_ls_shows_samples_by_source_and_path(root):
+    first, other = SAMPLES[0].sample_id, SAMPLES[2].sample_id
+    lines = prebake("ls", root).splitlines()
+    assert lines[0].split() == ["sample", "source", "path", "bucket", "captions"]
+    assert [line[: line.index(" ")] for line in lines[1:]] == [
+        other,
+        first,
+        f"{first}-1",
+        SAMPLES[1].sample_id,
+        SAMPLES[3].sample_id,
+    ]
+    assert lines[2] == f"{first}    pictures  d1/a.png  64x64      one | two"
+    starts = [line.index(path) for line, path in zip(lines[1:3], ("d2/a", "d1/a"), strict=True)]
+    assert starts == [lines[0].index("path")] * 2
+
+
+def test_ls_gives_json_objects_and_csv_with_json_captions(root):
+    found = [json.loads(line) for line in prebake("ls", root, "--format", "json").splitlines()]
+    assert found[1] == {
+        "sample_id": SAMPLES[0].sample_id,
+        "variant": 0,
+        "source": "pictures",
+        "path": "d1/a.png",
+        "bucket": "64x64",
+        "captions": ["one", "two"],
+    }
+    assert [sample["path"] for sample in found][-1] == "ü b.jpg"
+    table = list(csv.DictReader(io.StringIO(prebake("ls", root, "--format", "csv"))))
+    assert len(table) == 5
+    for row, sample in zip(table, found, strict=True):
+        captions = json.loads(row.pop("captions"))
+        assert {**row, "variant": int(row["variant"]), "captions": captions} == sample
+
+
+def test_ls_keeps_any_caption_in_its_line(tmp_path):
+    odd = 'a,"b"\n\tc\x1b[31m\u2028 end'
+    build_store(tmp_path / "s", "zarr", [Sample("a.png", [odd])])
+    assert prebake("ls", tmp_path / "s").endswith('  a,"b"  c [31m  end\n')
+    assert json.loads(prebake("ls", tmp_path / "s", "--format", "json"))["captions"] == [odd]
+    [row] = csv.DictReader(io.StringIO(prebake("ls", tmp_path / "s", "--format", "csv")))
+    assert json.loads(row["captions"]) == [odd]
+
+
+def test_ls_takes_a_condition(root):
+    assert prebake("ls", root, "--where", "bucket = '96x48'").count("d2/a.png") == 2
+    assert prebake("ls", root, "--where", "weight > 9", "--format", "json") == ""
+    output = prebake("ls", root, "--where", "bucket =", code=1)
+    assert output.startswith("Error: --where 'bucket =': Parser Error: syntax error at ")
+    assert output.count("\n") == 1
+
+
+def test_ls_shows_many_samples_in_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("store_format.commands.LINES_AT_ONCE", 4)
+    build_store(tmp_path / "s", "zarr", [Sample(f"{i}.png") for i in range(10)])
+    assert len(prebake("ls", tmp_path / "s", "--format", "json").splitlines()) == 10
+
+
+def test_ls_ends_quietly_when_nobody_reads_on(root):
+    command = [sys.executable, "-m", "prebake", "store", "ls", str(root)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_convert_copies_a_store_into_another_layout(root, tmp_path):
+    for layout in LAYOUTS:
+        out = tmp_path / f"as-{layout}"
+        output = prebake("convert", root, "--to", layout, "--out", out)
+        assert re.fullmatch(rf"{out}: 4 samples, layout {layout}, in \d+\.\d s\n", output)
+        assert prebake("hash", out) == prebake("hash", root)
+        assert prebake("convert", root, "--to", layout, "--out", out).endswith(
+            " s, 4 of them since before\n"
+        )
+
+
+def test_merge_makes_one_store_of_several(root, tmp_path):
+    build_store(tmp_path / "more", "webdataset", [SAMPLES[3], Sample("more.png")])
+    output = prebake("merge", root, tmp_path / "more", "--out", tmp_path / "all")
+    layout = open_store(root).manifest.layout
+    assert output.startswith(f"{tmp_path}/all: 5 samples, layout {layout}, in ")
+    assert output.endswith(" s; 1 more were equal to one of these\n")
+    assert prebake("ls", tmp_path / "all").count(".png") + 1 == 6
+
+
+def test_merge_renames_the_source_of_a_store(root, tmp_path):
+    more = tmp_path / "more"
+    build_store(more, "zarr", [Sample("ü b.jpg", ["no"], image=1), Sample("d1/a.png", ["no"])])
+    arguments = ["merge", root, more, "--out", tmp_path / "all", "--to", "webdataset"]
+    output = prebake(*arguments, code=1)
+    assert output.startswith("Error: 2 samples differ between the stores: pictures/")
+    assert output.count("\n") == 1
+    output = prebake(*arguments, "--rename", f"{more}=new")
+    assert f"{tmp_path}/all: 6 samples, layout webdataset, in " in output
+    assert prebake("ls", tmp_path / "all", "--where", "source = 'new'").count("no\n") == 2
+    output = prebake("merge", root, "--out", tmp_path / "b", "--rename", f"{root}=x", code=1)
+    assert "has the sources others, pictures. Name one" in output
+    prebake("merge", root, "--out", tmp_path / "b", "--rename", f"{root}:others=x")
+    assert re.findall(r"source +(\w+): (\d)", prebake("inspect", tmp_path / "b")) == [
+        ("pictures", "3"),
+        ("x", "1"),
+    ]
+
+
+def test_merge_notes_that_one_of_several_states_was_kept(tmp_path):
+    build_store(tmp_path / "a", "zarr", [Sample("a.png", ["x"])])
+    with mock.patch("store_builders.numbers", lambda *a: numbers(*a) + (a[1].kind == "text")):
+        build_store(tmp_path / "b", "webdataset", [Sample("b.png", ["x"])])
+    arguments = ["merge", tmp_path / "a", tmp_path / "b", "--out"]
+    note = "\nnote: 1 states of captions were left out"
+    assert note in prebake(*arguments, tmp_path / "c")
+    assert note not in prebake(*arguments, tmp_path / "d", "--to", "webdataset")
+
+
+def test_one_store_alone_is_not_merged(root, tmp_path):
+    output = prebake("merge", root, "--out", tmp_path / "new", code=2)
+    assert "Error: name two stores or more to merge." in output
+
+
+def test_subset_copies_what_a_condition_selects(root, tmp_path):
+    where = "bucket == '96x48' and source like 'pict%'"
+    output = prebake("subset", root, "--where", where, "--out", tmp_path / "new")
+    layout = open_store(root).manifest.layout
+    assert re.fullmatch(rf"\S+/new: 1 samples, layout {layout}, in \d+\.\d s\n", output)
+    [row] = open_store(tmp_path / "new").index.iter_samples()
+    assert (row.source, row.path) == ("pictures", "d2/a.png")
+    assert prebake("verify", tmp_path / "new", "--full").endswith("nothing is wrong\n")
+    arguments = ["--to", "webdataset", "--out", tmp_path / "variants"]
+    prebake("subset", root, "--where", "variant > 0", *arguments)
+    assert [row.variant for row in open_store(tmp_path / "variants").index.iter_samples()] == [0, 1]
+
+
+def test_subset_of_nothing_or_by_a_mistake_writes_nothing(root, tmp_path):
+    for where, reason in [("weight > 9", "selects none of the 5 rows"), ("w = 1", "Binder Error")]:
+        output = prebake("subset", root, "--where", where, "--out", tmp_path / "new", code=1)
+        assert reason in output
+        assert output.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("arguments", [["convert"], ["merge"], ["subset", "--where", "true"]])
+def test_a_copy_says_where_it_must_not_go(root, arguments):
+    options = {"convert": ["--to", "zarr"], "merge": [root], "subset": []}[arguments[0]]
+    output = prebake(*arguments, root, *options, "--out", root / "new", code=1)
+    assert output.startswith(f"Error: --out {root}/new and the store {root} are the same, or one")
+    assert output.count("\n") == 1
+
+
+def test_shards_have_the_size_that_was_asked_for(tmp_path):
+    samples = [Sample(f"{i}.png", bucket_px=(512, 512)) for i in range(40)]  # of 32 KiB
+    root = tmp_path / "s"
+    build_store(root, "zarr", samples, rows_per_shard=40)
+    for size_mib, num_shards in [(1, 2), (64, 1)]:
+        out = tmp_path / f"{size_mib}"
+        prebake("convert", root, "--to", "webdataset", "--out", out, "--shard-size-mib", size_mib)
+        assert len(list(out.glob("samples/*.tar"))) == num_shards
+    output = prebake("convert", root, "--to", "zarr", "--out", "x", "--shard-size-mib", 0, code=2)
+    assert "0 is not in the range" in output
+
+
+COMMANDS = ["inspect", "verify", "hash", "ls", "convert", "merge", "subset"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_and_loads_nothing_heavy(command):
     code = (
         "import sys; from click.testing import CliRunner; from store_format.commands import store\n"
-        "print(CliRunner().invoke(store, ['verify', '--help']).output)\n"
-        "print([m for m in ('numpy', 'pyarrow', 'pydantic', 'tqdm', 'torch') if m in sys.modules])"
+        f"print(CliRunner().invoke(store, ['{command}', '--help']).output)\n"
+        "heavy = 'numpy pyarrow pydantic tqdm torch duckdb'.split()\n"
+        "print([module for module in heavy if module in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.endswith("[]\n")
-    assert "Check a store" in run.stdout
+    assert f"\n  prebake store {command} " in run.stdout
 
 
 @pytest.mark.parametrize(

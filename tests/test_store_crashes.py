@@ -1,15 +1,11 @@
-"""A writer killed at any instant leaves a store that verifies and can be completed.
-
-A forked child does the work and ends itself with `os._exit` at the n-th call to any function of
-`files.py`: halfway through what it writes, or else before it does anything.
-"""
+"""A writer killed at any instant leaves a store that verifies and can be completed."""
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from crashes import run_killed_at
 from store_builders import LAYOUTS, SD1_TENSORS, Sample, assert_holds, bring_to, make_manifest
 
 from store_format import files, open_store
@@ -20,56 +16,6 @@ GONE = Sample("gone.png", ["one"])
 BEFORE = [GONE, Sample("a.png", ["one", "two"]), Sample("b.png", ["one"], num_variants=2)]
 AFTER = [Sample("a.png", ["edited"]), Sample("b.png", ["one"], num_variants=2), Sample("d.png")]
 OPTIONS = {"rows_per_shard": 2, "samples_per_commit": 1}
-FUNCTIONS = ("write_file", "publish", "replace_file", "flush_folder", "make_folder")
-KILLED = 99
-
-
-def run_killed_at(number, work):
-    """Run `work` in a forked child that dies at call `number`; return whether it did."""
-    child = os.fork()
-    if child == 0:
-        try:
-            kill_at(number)
-            work()
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
-
-
-def kill_at(number):
-    """Replace the functions of `files.py`, wherever they were imported, by ones that may die."""
-    calls = 0
-
-    def wrap(function, data_at):
-        def call(*args):
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                if data_at is not None:
-                    half = bytes(args[data_at])[: len(args[data_at]) // 2]
-                    function(*args[:data_at], half, *args[data_at + 1 :])
-                    if function is original_write:
-                        args[0]._file.flush()
-                os._exit(KILLED)
-            return function(*args)
-
-        return call
-
-    original_write = files.HashedFile.write
-    wrapped = {name: getattr(files, name) for name in FUNCTIONS}
-    for name, function in wrapped.items():
-        replacement = wrap(function, 1 if name == "write_file" else None)
-        for module in [m for n, m in sys.modules.items() if n.startswith("store_format")]:
-            if getattr(module, name, None) is function:
-                setattr(module, name, replacement)
-    files.HashedFile.write = wrap(original_write, 1)
-    files.HashedFile.close = wrap(files.HashedFile.close, None)
 
 
 def check_and_complete(root, manifest, states, expected_hash):
@@ -97,7 +43,7 @@ def check_and_complete(root, manifest, states, expected_hash):
 
 
 # (layout, every how many calls): all calls take minutes, so `make test` tries some
-SOME_CALLS = [("zarr", 29), ("webdataset", 8)]
+SOME_CALLS = [("zarr", 43), ("webdataset", 10)]
 ALL_CALLS = [pytest.param(layout, 1, marks=pytest.mark.slow) for layout in LAYOUTS]
 
 

@@ -130,7 +130,7 @@ def config_for(store: Path, model: Path, out: Path, **options: Any) -> TrainConf
     }
     if "max_epochs" not in options:
         defaults["max_steps"] = 6
-    return TrainConfig(store=store, model=str(model), out=out, **(defaults | options))
+    return TrainConfig(store=str(store), model=str(model), out=out, **(defaults | options))
 
 
 def clean_process() -> Any:

@@ -14,14 +14,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-DIED_AT_CALL = 99
-FILE_FUNCTIONS = ("write_file", "publish", "replace_file", "flush_folder", "make_folder")
+from crashes import KILLED, kill_at
+
+DIED_AT_CALL = KILLED
 
 
 @dataclass
@@ -94,8 +94,6 @@ def serve(log: Path) -> None:
     from bake_builders import tiny_model
 
     import prebake  # noqa: F401
-    import precompute.bake
-    import precompute.commands  # noqa: F401
     from precompute import encoders
     from precompute.model import open_model
 
@@ -139,7 +137,7 @@ def _child(
 
     Args:
         arguments: as after `prebake`.
-        die_at_call: end at this call of a function of `store_format.files`.
+        die_at_call: end at this one of the calls that `crashes` counts.
         max_file_bytes: files cannot grow beyond (RLIMIT_FSIZE), as on a full disk.
     """
     import resource
@@ -150,7 +148,7 @@ def _child(
 
     os.fsync = lambda descriptor: None  # the process is killed, not the machine: all is faster
     if die_at_call is not None:
-        _die_at(die_at_call)
+        kill_at(die_at_call)
     if max_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     try:
@@ -166,38 +164,6 @@ def _child(
         code = 70
     sys.stdout.flush()
     return int(code or 0)
-
-
-def _die_at(number: int) -> None:
-    """Let the process end at call `number`, halfway through what is written there."""
-    from store_format import files
-
-    calls = 0
-
-    def wrap(function: Callable[..., Any], data_at: int | None = None) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                if data_at is not None:
-                    half = bytes(args[data_at])[: len(args[data_at]) // 2]
-                    function(*args[:data_at], half, *args[data_at + 1 :])
-                    if function is real_write:
-                        args[0]._file.flush()
-                os._exit(DIED_AT_CALL)
-            return function(*args)
-
-        return call
-
-    real_write = files.HashedFile.write
-    for name in FILE_FUNCTIONS:
-        function = getattr(files, name)
-        replacement = wrap(function, 1 if name == "write_file" else None)
-        for module in list(sys.modules.values()):
-            if getattr(module, name, None) is function:
-                setattr(module, name, replacement)
-    files.HashedFile.write = wrap(real_write, 1)  # type: ignore[method-assign]
-    files.HashedFile.close = wrap(files.HashedFile.close)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

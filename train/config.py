@@ -1,9 +1,10 @@
 """What a training run is asked for. Light: loads neither torch nor diffusers."""
 
+import os
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class TrainConfig(BaseModel):
@@ -11,8 +12,8 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    store: Path = Field(json_schema_extra={"argument": True})
-    """The baked store."""
+    store: str = Field(json_schema_extra={"argument": True})
+    """The baked store: a folder, or a URL such as s3://bucket/store."""
     model: str
     """The base model of the bake: a diffusers folder, a hub id (owner/name), or 'bundled'."""
     out: Path
@@ -45,6 +46,13 @@ class TrainConfig(BaseModel):
     """Fraction of samples that see the empty prompt instead of their caption."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the data order, noise, timesteps, dropout and initial weights."""
+    order: Literal["global", "shards"] = "global"
+    """Order of the samples. global: all are shuffled. shards: the shards are, and then the samples
+    within each block of shards, for a store larger than the local cache of shards; less random, as
+    images that were baked one after the other stay together in a block."""
+    order_block_mib: int = Field(default=2048, ge=1, le=1 << 24)
+    """Size in MiB of a block with --order shards. It should be less than half of the cache; the
+    larger it is, the closer to the global order."""
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     """Number format of the U-Net and of its arithmetic; adapters stay in fp32."""
     attention: Literal["auto", "sdpa", "xformers"] = "auto"
@@ -59,10 +67,19 @@ class TrainConfig(BaseModel):
     """Number format of the LoRA files."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPU if there is one."""
+    cache: str = ""
+    """Folder for shards of a store behind a URL.  [default: ~/.cache/prebake/shards]"""
+    cache_size: str = ""
+    """How large that folder may become, such as 20GiB.  [default: 20GiB, or 80 % of the room]"""
     num_workers: int = Field(default=2, ge=0, le=64)
     """Processes that read the store ahead of training; 0 reads in the training process."""
     resume: str = "auto"
     """auto: continue the newest valid checkpoint in --out; never; or the path of a checkpoint."""
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _location_is_text(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -75,6 +92,8 @@ MAY_CHANGE = frozenset(
     {
         *("store", "model"),  # compared by content instead
         *("max_steps", "max_epochs"),  # compared as the total number of steps, which may grow
+        *("order", "order_block_mib"),  # compared by train/setup.py, where they matter
+        *("cache", "cache_size"),
         *("out", "resume", "num_workers", "save_every", "keep_last", "lora_dtype"),
     }
 )

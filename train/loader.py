@@ -4,9 +4,12 @@ B samples of a micro-batch, C latent channels, h=H/8, w=W/8, L tokens, D text wi
 The loader's only state is the step at which it starts.
 """
 
+import gc
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any, Self
 
 import numpy as np
@@ -15,12 +18,15 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from store_format.errors import PrebakeError
-from store_format.store import Store
+from store_format.store import EMPTY_PROMPT, Store
 from train.draws import draw_dropout, generator
+from train.handover import ALIGNMENT_BYTES, SharedPlaces, Spans
 from train.order import EMPTY, Order
+from train.prefetch import Prefetch
 
-EMPTY_PROMPT = -1
 WORKER_GRACE_S = 60
+STEPS_AHEAD = 4  # of each worker
+_WEIGHTS = "weights of samples"  # no name of a tensor
 
 
 @dataclass(frozen=True)
@@ -40,23 +46,9 @@ class MicroBatch:
     num_samples: int
 
     def pin_memory(self) -> Self:
-        """Return the batch in page-locked memory (DataLoader calls this if it is to pin)."""
+        """Return the batch in page-locked memory."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return replace(self, tensors=pinned)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Travel from a worker as plain bytes.
-
-        A tensor would take a file descriptor and shared memory, of which most systems allow 1024
-        and containers 64 MiB: too few for long accumulation or large batches.
-        """
-        arrays = {name: _to_bytes(tensor) for name, tensor in self.tensors.items()}
-        return self.__dict__ | {"tensors": arrays, "weights": _to_bytes(self.weights)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors = {name: _from_bytes(packed) for name, packed in state["tensors"].items()}
-        weights = _from_bytes(state["weights"])
-        self.__dict__.update(state | {"tensors": tensors, "weights": weights})
 
 
 class Samples:
@@ -72,11 +64,12 @@ class Samples:
             raise PrebakeError(f"{store.root} holds no samples. Bake some images into it first.")
         ids = store.index.sample_ids()
         starts = np.flatnonzero(np.append(True, (ids[1:] != ids[:-1]).any(axis=1)))
-        self.first_row = starts
-        self.num_variants = np.diff(np.append(starts, len(ids)))
+        self.first_row = starts.astype(np.int32)
+        self.num_variants = np.diff(starts, append=len(ids)).astype(np.int32)
         self.ids = ids[starts]
-        self.buckets = store.bucket_px[starts]
-        if (np.repeat(self.buckets, self.num_variants, axis=0) != store.bucket_px).any():
+        self.distinct_buckets, bucket_of_row = store.index.bucket_codes
+        self.bucket_of = bucket_of_row[starts]
+        if (np.repeat(self.bucket_of, self.num_variants) != bucket_of_row).any():
             raise PrebakeError(
                 f"{store.root} holds variants of one sample in different buckets, which training "
                 "does not support yet."
@@ -85,12 +78,21 @@ class Samples:
     def __len__(self) -> int:
         return len(self.first_row)
 
+    @property
+    def buckets(self) -> NDArray[np.int32]:
+        """The bucket of each sample: [N, 2], (width, height)."""
+        return np.array(self.distinct_buckets, np.int32)[self.bucket_of]
 
-class StepDataset(Dataset[list[MicroBatch] | PrebakeError]):
-    """Maps a step number to the micro-batches of one rank.
 
-    An error of the store is returned, not raised: DataLoader would wrap a worker's traceback
-    around its one line.
+Request = tuple[int, NDArray[np.int64]]
+"""A step, and the samples that it sees: [A, R, S] (A micro-batches, R ranks, S samples)."""
+
+
+class StepDataset:
+    """The micro-batches of one rank, step by step.
+
+    The order is asked by `request`, in the training process: workers that `read` need not hold it,
+    nor work out each epoch once more.
     """
 
     def __init__(
@@ -110,11 +112,51 @@ class StepDataset(Dataset[list[MicroBatch] | PrebakeError]):
         self._seed = seed
         self._caption_dropout = caption_dropout
         self._weights = store.index.column("weight")
+        self._bfloat16 = {s.name for s in store.manifest.tensors if s.dtype == "bfloat16"}
 
-    def __getitem__(self, step: int) -> list[MicroBatch] | PrebakeError:
-        """Read a step's micro-batches."""
+    @property
+    def max_step_bytes(self) -> int:
+        """How large the tensors of a step can be, each begun at a multiple of ALIGNMENT_BYTES."""
+        manifest, shape = self._store.manifest, self._order._shape
+        cells = [manifest.cells(bucket) for bucket in self._samples.distinct_buckets]
+        row_bytes = max(sum(spec.row_bytes(size) for spec in manifest.tensors) for size in cells)
+        weight_bytes = 4  # of a sample, f32
+        padding = ALIGNMENT_BYTES * (len(manifest.tensors) + 1)
+        return shape.accumulation * (shape.batch_size * (row_bytes + weight_bytes) + padding)
+
+    def request(self, step: int) -> Request:
+        """Return what to ask for to get a step."""
+        return step, self._order.step(step)
+
+    def files_of_step(self, step: int) -> Iterator[tuple[str, int]]:
+        """Yield the files that hold what this rank may read in a step, and their bytes."""
+        files = self._store.index.files
+        for slots in self._order.step(step):
+            mine = slots[self._rank]
+            for sample in mine[mine != EMPTY].tolist():
+                first = int(self._samples.first_row[sample])
+                for row in range(first, first + int(self._samples.num_variants[sample])):
+                    for path in sorted(self._store.files_of(row)):
+                        yield path, files[path].bytes
+
+    def prefetch(self, start: int, stop: int) -> Prefetch | None:
+        """Return what fetches the shards of steps `start` to `stop` - 1, if they are elsewhere."""
+        limit_bytes = self._store.root.cache_limit_bytes
+        if limit_bytes is None:
+            return None
+        own = copy(self)  # with an order of its own: an order holds the epoch that was asked last
+        own._order = copy(self._order)
+        return Prefetch(own.files_of_step, self._store.fetch, start, stop, limit_bytes // 2)
+
+    def read(self, request: Request) -> list[MicroBatch] | PrebakeError:
+        """Read a step's micro-batches.
+
+        An error of the store is returned, not raised: DataLoader would wrap a worker's traceback
+        around its one line.
+        """
+        step, samples = request
         try:
-            return [self._read(step, slots) for slots in self._order.step(step)]
+            return [self._read(step, slots) for slots in samples]
         except PrebakeError as error:
             return error
 
@@ -127,18 +169,16 @@ class StepDataset(Dataset[list[MicroBatch] | PrebakeError]):
             mine = slots[slots != EMPTY][:1]
         ids = tuple(self._samples.ids[sample].tobytes().hex() for sample in mine)
         rows = [self._row(step, int(s), key) for s, key in zip(mine, ids, strict=True)]
-        dropped = draw_dropout(self._seed, step, ids, self._caption_dropout)
-        texts = [
-            EMPTY_PROMPT if drop else self._text(step, row, key)
-            for row, key, drop in zip(rows, ids, dropped.tolist(), strict=True)
-        ]
+        texts = [self._text(step, row, key) for row, key in zip(rows, ids, strict=True)]
+        if self._caption_dropout:
+            dropped = draw_dropout(self._seed, step, ids, self._caption_dropout).tolist()
+            texts = [EMPTY_PROMPT if d else text for text, d in zip(texts, dropped, strict=True)]
         arrays = self._store.read(rows, texts)
         weights = torch.from_numpy(self._weights[rows].astype(np.float32))  # [B]
-        width_px, height_px = (int(n) for n in self._store.bucket_px[rows[0]])
         return MicroBatch(
             step=step,
             sample_ids=ids,
-            bucket_px=(width_px, height_px),
+            bucket_px=self._store.bucket_of(rows[0]),
             tensors={name: self._tensor(name, array) for name, array in arrays.items()},
             weights=weights * (0.0 if is_filler else 1.0),
             num_samples=int((slots != EMPTY).sum()),
@@ -151,13 +191,13 @@ class StepDataset(Dataset[list[MicroBatch] | PrebakeError]):
         )
 
     def _text(self, step: int, row: int, key: str) -> int:
-        weights = self._store.text_weights(row)
-        return 0 if len(weights) == 1 else _pick(self._seed, "text", step, key, weights.tolist())
+        if self._store.num_texts(row) == 1:
+            return 0
+        return _pick(self._seed, "text", step, key, self._store.text_weights(row).tolist())
 
     def _tensor(self, name: str, array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        spec = next(spec for spec in self._store.manifest.tensors if spec.name == name)
-        return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor
+        return tensor.view(torch.bfloat16) if name in self._bfloat16 else tensor
 
 
 def _pick(seed: int, purpose: str, step: int, key: str, weights: Sequence[float]) -> int:
@@ -177,39 +217,89 @@ def iterate_steps(
     Raises:
         PrebakeError: the store cannot be read.
     """
-    loader: DataLoader[list[MicroBatch] | PrebakeError] = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=range(start, stop),
-        num_workers=num_workers,
-        prefetch_factor=4 if num_workers else None,
-        pin_memory=pin_memory,
-        persistent_workers=num_workers > 0,
-        worker_init_fn=_start_worker,
-    )
+    requests = map(dataset.request, range(start, stop))
+    prefetch = dataset.prefetch(start, stop)
+    steps: Iterator[list[MicroBatch] | PrebakeError]
+    # Workers start here, before the threads that must not be forked.
+    steps = _Workers(dataset, requests, num_workers) if num_workers else map(dataset.read, requests)
     try:
-        for micro_batches in loader:
+        if prefetch is not None:
+            prefetch.start()
+        for number, micro_batches in enumerate(steps):
             if isinstance(micro_batches, PrebakeError):
                 raise micro_batches
-            yield micro_batches
+            if prefetch is not None:
+                prefetch.advance(start + number)
+            yield [batch.pin_memory() for batch in micro_batches] if pin_memory else micro_batches
     finally:
-        del loader  # ends the workers, also while an exception keeps this frame
+        if prefetch is not None:
+            prefetch.close()
+        del steps  # ends the workers, also while an exception keeps this frame
+
+
+class _Workers(Iterator[list[MicroBatch] | PrebakeError]):
+    """Reads steps ahead in worker processes, which end with it."""
+
+    def __init__(self, dataset: StepDataset, requests: Iterator[Request], num_workers: int) -> None:
+        # One place more than steps are under way: each is asked for before another is taken.
+        num_places = num_workers * STEPS_AHEAD + 1
+        self._places = SharedPlaces(num_places, dataset.max_step_bytes)
+        self._next_place = cycle(range(num_places))
+        loader = DataLoader(
+            _InPlaces(dataset, self._places),
+            batch_size=None,
+            sampler=zip(cycle(range(num_places)), requests),
+            num_workers=num_workers,
+            prefetch_factor=STEPS_AHEAD,
+            persistent_workers=True,
+            multiprocessing_context="fork",  # so that they share the index and the places
+            worker_init_fn=_start_worker,
+        )
+        self._steps = iter(loader)
+
+    def __next__(self) -> list[MicroBatch] | PrebakeError:
+        left = next(self._steps)
+        place = next(self._next_place)
+        if isinstance(left, PrebakeError):
+            return left
+        micro_batches = []
+        for batch, spans in left:
+            tensors = self._places.take(place, spans)
+            weights = tensors.pop(_WEIGHTS)
+            micro_batches.append(replace(batch, tensors=tensors, weights=weights))
+        return micro_batches
+
+
+class _InPlaces(Dataset[list[tuple[MicroBatch, Spans]] | PrebakeError]):
+    """Reads steps in a worker, and leaves their tensors in places."""
+
+    def __init__(self, dataset: StepDataset, places: SharedPlaces) -> None:
+        self._dataset = dataset
+        self._places = places
+
+    def __getitem__(
+        self, request: tuple[int, Request]
+    ) -> list[tuple[MicroBatch, Spans]] | PrebakeError:
+        place, step = request
+        micro_batches = self._dataset.read(step)
+        if isinstance(micro_batches, PrebakeError):
+            return micro_batches
+        left, end = [], 0
+        for batch in micro_batches:
+            tensors = batch.tensors | {_WEIGHTS: batch.weights}
+            spans, end = self._places.leave(place, end, tensors)
+            left.append((replace(batch, tensors={}, weights=torch.empty(0)), spans))
+        return left
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the training process, which ends its workers after its last step.
+    """Keep memory shared with the training process, and leave signals to it.
 
-    Ctrl-C and job managers signal the workers too, and a run whose worker died cannot finish its
-    step. SIGTERM ends a worker after a while, for it must end a worker that is left over.
+    Garbage collection would write to every object of before the fork, and so copy it. Ctrl-C and
+    job managers signal the workers too, and a run whose worker died cannot finish its step; the
+    training process ends its workers after its last step. SIGTERM ends a worker after a while, for
+    it must end a worker that is left over.
     """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_GRACE_S))
-
-
-def _to_bytes(tensor: torch.Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Size]:
-    return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
-
-
-def _from_bytes(packed: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> torch.Tensor:
-    array, dtype, shape = packed
-    return torch.from_numpy(array).view(dtype).reshape(shape)

@@ -9,15 +9,12 @@ ratios mean something: `times_npz` against `np.load` of a latents.npz and a text
 One line of JSON for each way and batch size.
 """
 
-import importlib.metadata
-import json
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -28,56 +25,32 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout
-sys.path.insert(0, str(Path(__file__).parents[1]))  # store_builders
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests
 
-from store_builders import Sample, make_manifest, text_key
+from benchmarks.common import (
+    LATENTS,
+    ROWS_PER_SHARD,
+    STATES,
+    Tensors,
+    baked,
+    report,
+    samples,
+    sd1_manifest,
+    write_baked,
+)
+from benchmarks.common import cpu_name as cpu_name  # for read_s3.py
+from store_builders import Sample
 
 from store_format import open_store
-from store_format.rows import TextRow
 from store_format.writer import StoreWriter
 
-LATENTS, STATES = (4, 64, 64), (77, 768)
-TENSORS = (("latents", "variant", (4, "h", "w")), ("encoder_hidden_states", "text", STATES))
-ROWS_PER_SHARD = 200
-
-Tensors = tuple[np.ndarray, np.ndarray]
 Read = Callable[[list[int]], Tensors]  # sample numbers -> [B, 4, 64, 64], [B, 77, 768]
-
-
-def samples(num_samples: int) -> Iterator[Tensors]:
-    """Yield the tensors of each sample, always the same."""
-    rng = np.random.default_rng(0)
-    for _ in range(num_samples):
-        latents = rng.standard_normal(LATENTS, np.float32).astype(np.float16)
-        yield latents, rng.standard_normal(STATES, np.float32).astype(np.float16)
-
-
-def write_store(root: Path, layout: str, num_samples: int) -> None:
-    """Write the samples, each with its own caption, through `StoreWriter`."""
-    with mock.patch("os.fsync"), StoreWriter(root, make_manifest(layout, TENSORS)) as writer:
-        inline = writer.manifest.texts_inline
-        everything = enumerate(samples(num_samples))
-        for _ in range(0, num_samples, ROWS_PER_SHARD):
-            shard, text_shard = writer.new_sample_shard((512, 512)), writer.new_text_shard()
-            rows, texts = [], []
-            for number, (latents, states) in everything:
-                caption = f"caption {number}"
-                row = Sample(f"{number}.png", [caption], (512, 512)).row()
-                rows.append(
-                    row.placed(shard.append(row, [latents, states] if inline else [latents]))
-                )
-                text = TextRow(text_key(caption), caption, 5)
-                if not inline or number % ROWS_PER_SHARD == 0:
-                    place = text_shard.append(text, [states])
-                    texts.append(TextRow(text.text_key, caption, 5, place))
-                if len(rows) == ROWS_PER_SHARD:
-                    break
-            writer.commit([shard, text_shard], rows, texts)
 
 
 def store_reader(root: Path, layout: str, num_samples: int, stack: ExitStack) -> Read:
     """Read through prebake."""
-    write_store(root / layout, layout, num_samples)
+    with mock.patch("os.fsync"), StoreWriter(root / layout, sd1_manifest(layout)) as writer:
+        write_baked(writer, baked(num_samples), ROWS_PER_SHARD)
     store = open_store(root / layout)
     row_of = [store.row_of(Sample(f"{number}.png").sample_id) for number in range(num_samples)]
 
@@ -152,14 +125,6 @@ def seconds_for(read: Read, order: list[int], batch_size: int) -> float:
     return time.perf_counter() - start_s
 
 
-def cpu_name() -> str:
-    """Return the processor's name, as Linux gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 @click.command()
 @click.option("--samples", "num_samples", metavar="N", default=600, show_default=True)
 @click.option("--rounds", metavar="N", default=5, show_default=True, help="Median of so many.")
@@ -181,30 +146,26 @@ def main(num_samples: int, rounds: int, folder: Path | None) -> None:
                 random.Random(round_number).shuffle(order)
                 for name, read in reads.items():
                     measured[name].append(seconds_for(read, order, batch_size))
-            report(measured, num_samples, batch_size)
+            print_ratios(measured, num_samples, batch_size)
 
 
-def report(measured: dict[str, list[float]], num_samples: int, batch_size: int) -> None:
+def print_ratios(measured: dict[str, list[float]], num_samples: int, batch_size: int) -> None:
     """Print one line of JSON for each way; ratios are medians of the rounds' own ratios."""
 
     def ratio(to: str, name: str) -> float:
         pairs = zip(measured[to], measured[name], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 
-    packages = ("numpy", "google-crc32c", "safetensors", "pyarrow")
-    versions = {name: importlib.metadata.version(name) for name in packages}
     for name, seconds in measured.items():
-        line = {
+        figures = {
             "way": name,
             "batch_size": batch_size,
             "samples_per_s": round(num_samples / statistics.median(seconds)),
             "times_npz": ratio("npz", name),
             "fraction_of_safetensors": ratio("safetensors", name),
             "samples": num_samples,
-            "versions": {"python": platform.python_version(), **versions},
-            "cpu": cpu_name(),
         }
-        click.echo(json.dumps(line))
+        report(figures, "google-crc32c", "safetensors", "pyarrow")
 
 
 if __name__ == "__main__":
