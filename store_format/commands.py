@@ -231,7 +231,7 @@ def list_samples(store: str, where: str | None, form: str) -> None:
     \b
     --where takes any SQL condition that DuckDB understands. Its columns:
       source, path, bucket ('512x768'), caption (the first), captions, num_texts,
-      weight, tags ('tags['artist']'), variant, flipped,
+      weight, tags (tags['artist'] = 'ada'), variant, flipped,
       bucket_width_px, bucket_height_px, original_width_px, original_height_px, ...
       sample_id, image_sha256, latent_key, text_keys (all in hex)
 

@@ -30,6 +30,10 @@ from store_format.strict_json import parse_json
 INDEX_FOLDER = "index"
 COMMIT_VERSION = 1
 ROW_GROUP_ROWS = 16384
+_DIFFERENT = {
+    *("sample_id", "path", "image_sha256", "image_bytes", "image_mtime_ns", "latent_key"),
+    *("captions", "text_keys", "text_key", "caption", "crc32c"),
+}
 LAST_SEQUENCE = 99_999_999
 MAX_NAME_BYTES = 255  # of a file or folder, as file systems have it
 COMMIT_FILE = re.compile(r"[0-9]{8}-[0-9a-f]{8}\.json")
@@ -283,6 +287,7 @@ def parse_segment(
     try:
         if len(data) != segment.bytes or hashlib.sha256(data).hexdigest() != segment.sha256:
             raise ValueError("size or sha256 differs from the commit")
+        check_expansion(data, schema.names, None if row_group is None else [row_group])
         # From a buffer, on this thread: a Python file object is read by a thread of Arrow's, which
         # can abort a process that is just ending.
         encoded = [f.name for f in schema if pa.types.is_dictionary(f.type)]
@@ -290,7 +295,6 @@ def parse_segment(
         if file.metadata.num_rows != segment.rows:
             raise ValueError(f"{file.metadata.num_rows} rows, the commit states {segment.rows}")
         groups = range(file.metadata.num_row_groups) if row_group is None else [row_group]
-        check_expansion(file, data, schema.names, groups)
         table = file.read_row_groups(groups, schema.names, use_threads=False)
         stated = sum(file.metadata.row_group(group).num_rows for group in groups)
         wrong = table.num_rows != stated or (row_group is None and stated != segment.rows)
@@ -335,7 +339,13 @@ def write_commit(
             continue
         assert table.schema.equals(schema)
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            row_group_size=ROW_GROUP_ROWS,
+            use_dictionary=[path for field in schema for path in _repeating_leaves(field)],
+        )
         data = sink.getvalue().to_pybytes()
         path = f"{INDEX_FOLDER}/{name}.{kind}.parquet"
         segments[kind] = Segment(
@@ -352,6 +362,19 @@ def write_commit(
     )
     _publish_bytes(root, staging, f"{INDEX_FOLDER}/{name}.json", commit.to_json())
     return commit
+
+
+def _repeating_leaves(field: pa.Field) -> list[str]:
+    """Return the Parquet columns of a field whose values repeat, so that a dictionary pays.
+
+    Of values that differ from row to row a dictionary makes files a tenth larger, and takes twice
+    the time to read.
+    """
+    if field.name in _DIFFERENT:
+        return []
+    if pa.types.is_map(field.type):
+        return [f"{field.name}.key_value.{part}" for part in ("key", "value")]
+    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
 
 
 def _publish_bytes(root: Folder, staging: Path, path: str, data: bytes) -> dict[str, Any]:

@@ -60,6 +60,7 @@ _CREDENTIAL_ERRORS = {
     "CredentialRetrievalError", "GoogleAuthError", "NoCredentialsError",
     "PartialCredentialsError", "PermissionError", "ProfileNotFound", "SSOError",
 }  # fmt: skip
+_OFFLINE_ERROR = "OfflineModeIsEnabled"  # huggingface_hub; a ConnectionError
 _PASSING_ERRNOS = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE}
 
 
@@ -186,6 +187,8 @@ class Connection:
     def _attempt(self, method: str, calls: Sequence[Call]) -> list[Any]:
         """Call a method once for each of `calls`; return results or errors."""
         filesystem, _ = self._connect()
+        if method in ("ls", "find", "info"):
+            filesystem.invalidate_cache()  # what drivers remember all the same
         if filesystem.async_impl:
             function = getattr(filesystem, f"_{method}")
             pending = [partial(function, *call.args, **call.options) for call in calls]
@@ -200,6 +203,8 @@ class Connection:
     def _lasting(self, error: Exception, where: str) -> Exception:
         """Return the error to raise for one that another attempt would give again."""
         status, code = _status_and_code(error)
+        if _OFFLINE_ERROR in _base_names(error):
+            return UnreachableError(f"{where} cannot be reached (HF_HUB_OFFLINE is set). Unset it.")
         if code == "NoSuchBucket":
             return FileNotFoundError(errno.ENOENT, "no such bucket", where)
         if isinstance(error, FileNotFoundError) or status == 404:
@@ -381,6 +386,8 @@ def unless_missing(result: Any) -> Any:
 def reason_if_passing(error: Exception) -> str | None:
     """Return what is wrong, in words without secrets, if it may be over soon; else None."""
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+        return None
+    if _OFFLINE_ERROR in _base_names(error):
         return None
     for each in _chain(error):
         status, code = _own_status_and_code(each)

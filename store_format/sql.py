@@ -36,7 +36,7 @@ def select_rows(store: Store, where: str) -> Ints:
     Raises:
         PrebakeError: the condition is no valid one, or nothing meets it.
     """
-    batches = list(_answer(store, where, _ROW, order=_ROW))
+    batches = _answer(store, where, _ROW, order=_ROW)
     rows = np.concatenate([np.zeros(0, np.int64), *(batch[_ROW].to_numpy() for batch in batches)])
     if not len(rows):
         raise PrebakeError(
@@ -69,7 +69,7 @@ def _answer(store: Store, where: str, columns: str, order: str) -> Iterator[pa.R
             found = table.filter(where).order(order).project(columns)
             yield from found.to_arrow_reader(ROWS_AT_ONCE)
         except duckdb.Error as error:
-            reason = " ".join(str(error).split("\n\nLINE ")[0].split())
+            reason = " ".join(str(error).split("\n\nLINE ")[0].split()).rstrip(".?!")
             raise PrebakeError(
                 f"--where {where!r}: {reason}. The columns are: {', '.join(COLUMNS)}."
             ) from None

@@ -39,6 +39,8 @@ READER_KEY = "AKIAREADERREADER0001"  # may only read
 READER_SECRET = "b7/another+SECRET+of+the+reader/Zq0"
 SECRETS = (WRITER_SECRET, READER_SECRET)
 READY_WITHIN_S = 60.0
+# Killed when this process closes the pipe, which it also does when it is killed itself.
+_UNTIL_WE_END = '"$@" </dev/null & read -r line; kill -9 $!; wait $!'
 
 
 def weed_binary() -> Path | None:
@@ -106,8 +108,9 @@ class S3Server:
         """Start it, on the data that it had, and wait until it stores an object."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
-            )
+                ["/bin/sh", "-c", _UNTIL_WE_END, "sh", *self._command],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self._folder,
+            )  # fmt: skip
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not self._is_ready():
             assert self._process.poll() is None, f"the server ended: {self.log.read_text()[-2000:]}"
@@ -117,7 +120,8 @@ class S3Server:
     def stop(self) -> None:
         """Kill it, as a power cut does: requests under way are cut off."""
         if self._process is not None:
-            self._process.kill()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process.wait()
             self._process = None
         for name, (_, grpc_port) in self._ports.items():

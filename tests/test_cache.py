@@ -354,7 +354,6 @@ def _start_hanging_download(cache: ShardCache, data: bytes) -> subprocess.Popen[
     return process
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_forked_during_a_download_does_not_keep_its_lock(cache):
     """As a loader worker that is forked while another thread fetches ahead."""
     data = content(1)
@@ -380,6 +379,37 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(cache):
     thread.join()
     assert read(cache, data, Origin(data)) == data
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_that_outlives_a_killed_downloader_downloads_itself(cache):
+    """It has copies of the descriptors that held the lock."""
+    data = content(1)
+    script = f"""
+        import os, signal, threading, time
+        from pathlib import Path
+        from store_format.cache import ShardCache
+        cache = ShardCache(Path({str(cache.folder)!r}), 1000)
+        started = threading.Event()
+        def hang(write):
+            started.set()
+            time.sleep(100)
+        get = lambda download: cache.open(100, {sha256(data)!r}, download, "x")
+        threading.Thread(target=get, args=(hang,), daemon=True).start()
+        assert started.wait(10)
+        parent = os.getpid()
+        if os.fork() == 0:
+            signal.alarm(10)
+            while os.getppid() == parent:
+                time.sleep(0.01)
+            print(os.pread(get(lambda write: write({data!r})), 100, 0), flush=True)
+        else:
+            os.kill(parent, signal.SIGKILL)
+        """
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout.strip()) == (-signal.SIGKILL, str(data))
 
 
 def _use_small_cache(folder: Path, limit_bytes: int, seed: int, seconds: float) -> None:

@@ -368,10 +368,12 @@ def test_a_store_that_grew_is_copied_to_the_end(tmp_path, before, after):
 def test_a_target_that_holds_something_else_is_refused(tmp_path, before, after, held, message):
     source = build_store(tmp_path / "a", before, SAMPLES)
     build_store(tmp_path / "b", after, [held])
+    (tmp_path / "b/writer.lock").unlink()
     untouched = files_of(tmp_path / "b")
     with pytest.raises(PrebakeError, match=message):
         copy(tmp_path / "b", after, source)
     assert files_of(tmp_path / "b") == untouched
+    assert not (tmp_path / "b/writer.lock").exists()
 
 
 @pytest.mark.parametrize("after", LAYOUTS)

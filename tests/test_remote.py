@@ -5,8 +5,6 @@ import contextlib
 import functools
 import hashlib
 import http.server
-import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -22,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 from s3_server import (
     READER_KEY,
     READER_SECRET,
@@ -690,7 +689,6 @@ def _read_in_child(folder: RemoteFolder, path: str, size_bytes: int, expected: s
     assert folder.names() == ["a.tar", "b.tar"]
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 class TestProcesses:
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_children_read_with_connections_of_their_own(self, s3_url, method, small_cache):
@@ -780,6 +778,46 @@ class TestWeb:
             open_store(f"{website[0]}/nothing")
 
 
-def test_driver_logs_are_not_turned_on():
-    assert not logging.getLogger("s3fs").isEnabledFor(logging.DEBUG)
-    assert json.dumps(str(RemoteFolder("memory://x/y"))) == '"memory://x/y"'
+class TestHub:
+    """`hf://`, by the Hub's own client against an imitation of the Hub."""
+
+    @pytest.mark.parametrize("layout", ONE_QUICK)
+    @pytest.mark.parametrize("revision", ["", "@main"])
+    def test_a_store_in_a_dataset_repository_is_read(self, layout, revision, tmp_path):
+        local = build_store(tmp_path / "hub" / "stores" / "cats", layout, SAMPLES)
+        script = f"""
+            from pathlib import Path
+            from store_format import open_store
+            from store_format.verify import store_hash, verify_store
+            store = open_store("hf://datasets/me/store{revision}/stores/cats")
+            print(store_hash(store), verify_store(store, full=True))
+            assert store.root.sizes(["prebake.json", "none"]).keys() == {{"prebake.json"}}
+            assert store.root.names("none") == []
+            (Path({str(tmp_path)!r}) / "hub/stores/cats/index/new").write_bytes(b"new")
+            assert "new" in store.root.names("index")
+        """
+        with HubServer(tmp_path / "hub") as hub:
+            found = subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(script)],
+                cwd=ROOT, capture_output=True, text=True, check=True, timeout=100,
+                env={**os.environ, "PREBAKE_CACHE": str(tmp_path / "own-cache"),
+                     "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")},
+            )  # fmt: skip
+        assert found.stdout.split() == [store_hash(local), "[]"]
+
+    def test_offline_mode_is_told_at_once(self):
+        script = """
+            from store_format.errors import PrebakeError
+            from store_format.remote import RemoteFolder
+            try:
+                RemoteFolder("hf://datasets/me/store").read("prebake.json")
+            except PrebakeError as error:
+                print(error)
+        """
+        found = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            cwd=ROOT, capture_output=True, text=True, check=True, timeout=30,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        assert "cannot be reached (HF_HUB_OFFLINE is set)" in found.stdout
+        assert not found.stderr

@@ -113,14 +113,13 @@ def test_any_samples_can_be_selected(store, names):
     ("where", "reason"),
     [
         ("buckett = '64x64'", 'Binder Error: Referenced column "buckett" not found'),
-        ("weight >", 'Parser Error: syntax error at or near ">"'),
+        ("weight >", "Parser Error: syntax error at "),
         ("", "Parser Error: "),
         ("caption = 1", "Conversion Error: Could not convert string"),
         ("true, false", "Parser Error: Expected a single expression"),
         ("count(*) > 1", "Binder Error: WHERE clause cannot contain aggregates"),
         ("true) or (true", 'Parser Error: syntax error at or near ")"'),
         ("true; drop table x", "Parser Error: "),
-        ("true order by weight", "Parser Error: "),
         ("dropped", 'Binder Error: Referenced column "dropped" not found'),
     ],
 )

@@ -443,7 +443,9 @@ def test_a_commit_that_states_other_rows_or_files_is_found(tmp_path, layout, cha
         found = verify_store(files.root, full=True)
         assert {finding.where for finding in found} >= names
         assert all(
-            re.search("stated, but|lists|ends early|no tar header|not what the index says", finding.what)
+            re.search(
+                "stated, but|lists|ends early|no tar header|not what the index says", finding.what
+            )
             for finding in found
             if finding.where in names
         )

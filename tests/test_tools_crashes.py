@@ -89,7 +89,7 @@ def test_a_command_killed_at_any_operation_is_finished_by_the_same_command(
         number += every
     assert_holds(open_store(tmp_path / "new"), SAMPLES)
     assert found["half"] > 100 / every
-    assert found["half"] > 0.9 * sum(found.values())
+    assert found["nothing"] + found["all"] <= 3  # at the very beginning and end
 
 
 # A full disk: some samples of many buckets are committed before a large one does not fit

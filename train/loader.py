@@ -6,10 +6,11 @@ The loader's only state is the step at which it starts.
 
 import gc
 import signal
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any, Self
 
 import numpy as np
@@ -25,8 +26,12 @@ from train.order import EMPTY, Order
 from train.prefetch import Prefetch
 
 WORKER_GRACE_S = 60
-STEPS_AHEAD = 4  # of each worker
+GROUPS_AHEAD = 4  # of each worker
+# Small steps are read several at a time, for DataLoader takes half a millisecond for each item.
+GROUP_BYTES = 4 << 20
+MAX_GROUP_STEPS = 8
 _WEIGHTS = "weights of samples"  # no name of a tensor
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -237,59 +242,69 @@ def iterate_steps(
         del steps  # ends the workers, also while an exception keeps this frame
 
 
+LeftStep = list[tuple[MicroBatch, Spans]] | PrebakeError
+"""A step whose tensors a worker has left in a place."""
+
+
 class _Workers(Iterator[list[MicroBatch] | PrebakeError]):
     """Reads steps ahead in worker processes, which end with it."""
 
     def __init__(self, dataset: StepDataset, requests: Iterator[Request], num_workers: int) -> None:
-        # One place more than steps are under way: each is asked for before another is taken.
-        num_places = num_workers * STEPS_AHEAD + 1
-        self._places = SharedPlaces(num_places, dataset.max_step_bytes)
-        self._next_place = cycle(range(num_places))
+        step_bytes = dataset.max_step_bytes
+        num_steps = max(1, min(MAX_GROUP_STEPS, GROUP_BYTES // step_bytes))  # of a group
+        # One place more than groups are under way: each is asked for before another is taken.
+        num_places = num_workers * GROUPS_AHEAD + 1
+        self._places = SharedPlaces(num_places, num_steps * step_bytes)
+        groups = iter(lambda: list(islice(requests, num_steps)), [])
         loader = DataLoader(
             _InPlaces(dataset, self._places),
             batch_size=None,
-            sampler=zip(cycle(range(num_places)), requests),
+            sampler=zip(cycle(range(num_places)), groups),
             num_workers=num_workers,
-            prefetch_factor=STEPS_AHEAD,
+            prefetch_factor=GROUPS_AHEAD,
             persistent_workers=True,
             multiprocessing_context="fork",  # so that they share the index and the places
             worker_init_fn=_start_worker,
         )
-        self._steps = iter(loader)
+        self._groups = zip(cycle(range(num_places)), loader)
+        self._place, self._left = 0, deque[LeftStep]()
 
     def __next__(self) -> list[MicroBatch] | PrebakeError:
-        left = next(self._steps)
-        place = next(self._next_place)
-        if isinstance(left, PrebakeError):
-            return left
+        if not self._left:
+            self._place, left = next(self._groups)
+            self._left.extend(left)
+        step = self._left.popleft()
+        if isinstance(step, PrebakeError):
+            return step
         micro_batches = []
-        for batch, spans in left:
-            tensors = self._places.take(place, spans)
+        for batch, spans in step:
+            tensors = self._places.take(self._place, spans)
             weights = tensors.pop(_WEIGHTS)
             micro_batches.append(replace(batch, tensors=tensors, weights=weights))
         return micro_batches
 
 
-class _InPlaces(Dataset[list[tuple[MicroBatch, Spans]] | PrebakeError]):
-    """Reads steps in a worker, and leaves their tensors in places."""
+class _InPlaces(Dataset[list[LeftStep]]):
+    """Reads groups of steps in a worker, and leaves their tensors in places."""
 
     def __init__(self, dataset: StepDataset, places: SharedPlaces) -> None:
         self._dataset = dataset
         self._places = places
 
-    def __getitem__(
-        self, request: tuple[int, Request]
-    ) -> list[tuple[MicroBatch, Spans]] | PrebakeError:
-        place, step = request
-        micro_batches = self._dataset.read(step)
-        if isinstance(micro_batches, PrebakeError):
-            return micro_batches
-        left, end = [], 0
-        for batch in micro_batches:
-            tensors = batch.tensors | {_WEIGHTS: batch.weights}
-            spans, end = self._places.leave(place, end, tensors)
-            left.append((replace(batch, tensors={}, weights=torch.empty(0)), spans))
-        return left
+    def __getitem__(self, request: tuple[int, list[Request]]) -> list[LeftStep]:
+        place, steps = request
+        found: list[LeftStep] = []
+        end = 0
+        for micro_batches in map(self._dataset.read, steps):
+            if isinstance(micro_batches, PrebakeError):
+                return [*found, micro_batches]
+            left = []
+            for batch in micro_batches:
+                tensors = batch.tensors | {_WEIGHTS: batch.weights}
+                spans, end = self._places.leave(place, end, tensors)
+                left.append((replace(batch, tensors={}, weights=_NOTHING), spans))
+            found.append(left)
+        return found
 
 
 def _start_worker(worker: int) -> None:

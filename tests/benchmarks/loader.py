@@ -5,8 +5,9 @@
 SD 1.x samples (151,040 bytes) of a local store, page cache warm, in the batches and the order of
 training (`train.loader.iterate_steps`). `workers`: the samples per second that come with worker
 processes, against those that come in the training process itself; needs as many free cores as there
-are workers. `data_wait`: the part of the time that a training loop waits for data whose steps
-compute for 50 ms (here: sleep). One line of JSON for each figure.
+are workers, and one more. `cpu_ms_per_step` is the processor time of the training process, which
+holds on a busy machine too. `data_wait`: the part of the time that a training loop waits for data
+whose steps compute for 50 ms (here: sleep). One line of JSON for each figure.
 """
 
 import statistics
@@ -44,17 +45,18 @@ def make_dataset(root: Path, layout: str, num_samples: int) -> StepDataset:
     return StepDataset(store, samples, order, rank=0, seed=0, caption_dropout=0.1)
 
 
-def samples_per_s(dataset: StepDataset, num_steps: int, num_workers: int) -> float:
-    """Return how many samples a loop gets that does nothing else."""
+def race(dataset: StepDataset, num_steps: int, num_workers: int) -> tuple[float, float]:
+    """Return samples per second, and processor ms a step, of a loop that does nothing else."""
     num_all = WARM_UP_STEPS + num_steps
     steps = iterate_steps(dataset, 0, num_all, num_workers=num_workers, pin_memory=False)
     with closing(steps):
         for _ in range(WARM_UP_STEPS):
             next(steps)
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in steps:
             pass
-        return num_steps * BATCH_SIZE / (time.perf_counter() - start_s)
+        cpu_ms_per_step = (time.process_time() - start_cpu_s) / num_steps * 1e3
+        return num_steps * BATCH_SIZE / (time.perf_counter() - start_s), cpu_ms_per_step
 
 
 def data_wait(dataset: StepDataset, num_steps: int, num_workers: int) -> float:
@@ -86,20 +88,22 @@ def main(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         for layout in ("zarr", "webdataset"):
             dataset = make_dataset(Path(name, layout), layout, num_samples)
-            found = [
-                [samples_per_s(dataset, num_steps, workers) for workers in (0, num_workers)]
-                for _ in range(rounds)
-            ]
-            alone, beside = (statistics.median(column) for column in zip(*found, strict=True))
+            counts = (0, num_workers)
+            found = [[race(dataset, num_steps, n) for n in counts] for _ in range(rounds)]
+            ratios = [beside[0] / alone[0] for alone, beside in found]
             figures = {
                 "figure": "workers",
                 "layout": layout,
-                "times_in_process": round(statistics.median(b / a for a, b in found), 3),
-                "samples_per_s": round(beside),
-                "samples_per_s_in_process": round(alone),
+                "times_in_process": round(statistics.median(ratios), 3),
                 "workers": num_workers,
                 "batch_size": BATCH_SIZE,
             }
+            for name, of_way in zip(
+                ("in_process", "workers"), zip(*found, strict=True), strict=True
+            ):
+                rate, cpu_ms = (statistics.median(column) for column in zip(*of_way, strict=True))
+                figures[f"{name}_samples_per_s"] = round(rate)
+                figures[f"{name}_cpu_ms_per_step"] = round(cpu_ms, 2)
             report(figures, "torch")
             wait = data_wait(dataset, num_steps // 2, num_workers)
             figures = {
