@@ -193,7 +193,7 @@ class LocalFolder:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # of the folder itself; held for a moment
-            part = staging / f"{path}.part"
+            part = staging / f"{Path(path).name}.part"
             write_file(part, data)
             publish(part, self.path / path)
         finally:

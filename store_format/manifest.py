@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from store_format.errors import NotAStoreError, OtherBakeError
+from store_format.errors import NotAStoreError, OtherBakeError, PrebakeError
 from store_format.folders import Folder, Location, folder_of
 from store_format.strict_json import parse_json
 
@@ -165,6 +165,8 @@ def read_manifest(location: Location | Folder) -> Manifest:
         raise NotAStoreError(
             f"{path} cannot be read ({error.strerror or error}). A store is a folder that holds it."
         ) from None
+    except PrebakeError:
+        raise
     except ValueError as error:
         raise NotAStoreError(f"{path} is not valid JSON ({error}). The store is damaged.") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:

@@ -34,7 +34,7 @@ from store_format.structure import (
     zarr_problems,
 )
 from store_format.tar_structure import tar_problems
-from store_format.views import outdated, view_files, view_sizes
+from store_format.views import outdated, view_files, view_sizes, with_files
 from store_format.zarr_layout import group_files, group_json
 
 _NO_ROWS: Ints = np.zeros(0, np.int64)
@@ -373,7 +373,9 @@ def _whose(store: Store, is_text: bool, row: int) -> str:
 
 def _view_damage(store: Store) -> Iterator[Finding]:
     of_zarr = store.manifest.layout == "zarr"
-    expected = view_sizes(store.index) if of_zarr else {}
+    present = with_files(store.root, store.index) if of_zarr else set()
+    sizes_by_shard = view_sizes(store.index) if of_zarr else {}
+    expected = {name: files for name, files in sizes_by_shard.items() if name in present}
     sizes = store.root.sizes([path for files in expected.values() for path in files])
     wrong = {
         name: [path for path, size in files.items() if sizes.get(path) != size]
@@ -385,7 +387,7 @@ def _view_damage(store: Store) -> Iterator[Finding]:
     for where, files in view_files(store.manifest, store.index, likely):
         yield from (_view_finding(where, path) for path in outdated(store.root, files))
     if of_zarr:
-        groups = {path for shard in store.index.shards for path in group_files(shard)}
+        groups = {path for shard in present for path in group_files(shard)}
         for path in sorted(groups):
             try:
                 check_metadata(store.root.read(path), group_json())

@@ -85,6 +85,13 @@ def view_files(
         yield name, zarr_layout.view_files(name, live, text_key)
 
 
+def with_files(root: Folder, index: LiveIndex) -> set[str]:
+    """Return the shards that plain readers can meet: a copy of a store leaves dead ones out."""
+    live = index.rows_by_shard().keys() | index.text_rows_by_shard().keys()
+    dead = {f"{name}/zarr.json": name for name in index.shards if name not in live}
+    return {*live, *(dead[path] for path in root.sizes(dead))}
+
+
 def outdated(root: Folder, files: dict[str, bytes]) -> Iterator[str]:
     """Yield the paths of those files that are missing or hold something else."""
     found = root.sizes(files.keys())

@@ -37,7 +37,7 @@ from store_format.rows import (
     text_table,
 )
 from store_format.store import Store
-from store_format.views import outdated, shards_with_dead_rows, used_texts, view_files
+from store_format.views import outdated, shards_with_dead_rows, used_texts, view_files, with_files
 from store_format.webdataset_layout import TarShard
 from store_format.zarr_layout import ZarrShard
 
@@ -275,7 +275,7 @@ class StoreWriter:
             texts = texts.take(pa.array(used_texts(self.manifest, self.index)))
         dead = set(garbage)
         shards = [shard for name, shard in self.index.shards.items() if name not in dead]
-        replaces = sorted(self._commits)
+        replaces = sorted(self._known)  # and what those replaced: a copy may lack some of them
         bounds = _bounds_of_restatements(samples)
         num_parts = max(len(bounds) - 1, -(-len(texts) // ROWS_OF_A_RESTATEMENT), 1)
         for part in range(num_parts):
@@ -288,7 +288,7 @@ class StoreWriter:
                 replaces if is_last else (),
             )
         for name in replaces:
-            del self._commits[name]
+            self._commits.pop(name, None)
         self.reload()
 
     def rewrite_shards_with_dead_rows(self) -> list[DamagedStoreError]:
@@ -356,7 +356,8 @@ class StoreWriter:
         self.reload()
         if shards_with_dead_rows(self.index) and self.manifest.texts_inline:
             return  # `shards.txt` stays at the last state that was whole
-        for _, files in view_files(self.manifest, self.index):
+        present = with_files(self.root, self.index)
+        for _, files in view_files(self.manifest, self.index, present):
             for path in outdated(self.root, files):
                 self.root.replace(path, files[path], self.staging)
 

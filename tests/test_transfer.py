@@ -366,3 +366,22 @@ def test_over_a_network_that_fails_half_of_the_time(s3, s3_url, tmp_path, monkey
         pull(s3_url, tmp_path / "b")
         assert proxy.num_faults > 0.3 * proxy.num_requests > 10
     assert files_of(LocalFolder(tmp_path / "b")) == files_of(local.root)
+
+
+def test_a_copy_without_dead_shards_is_whole_and_stays_so(tmp_path):
+    """Dead shards are not sent; neither verify nor the next writer misses them."""
+    manifest = make_manifest("zarr")
+    before = [Sample(f"{i}.png", [f"c{i}"]) for i in range(4)]
+    bring_to(tmp_path / "s", manifest, before, rows_per_shard=4)
+    after = [Sample(f"{i}.png", [f"c{i}"], image=1) for i in range(4)]
+    bring_to(tmp_path / "s", manifest, after, rows_per_shard=4)
+    push(tmp_path / "s", tmp_path / "copy")
+    assert verify_store(tmp_path / "copy", full=True) == []
+    dead = open_store(tmp_path / "s").index.shards.keys() - {
+        shard.name for shard in live_shards(open_store(tmp_path / "copy"))
+    }
+    assert dead
+    with StoreWriter(tmp_path / "copy", manifest) as writer:
+        writer.tidy()
+    assert verify_store(tmp_path / "copy", full=True) == []
+    assert not any((tmp_path / "copy" / name).exists() for name in dead)

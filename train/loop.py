@@ -167,7 +167,7 @@ class _Run:
             unet.enable_gradient_checkpointing()
         self._noise_scheduler = load_noise_scheduler(config.model)
         manifest = setup.store.manifest
-        bucket_px = max(setup.samples.buckets.tolist(), key=lambda b: b[0] * b[1])
+        bucket_px = max(setup.samples.distinct_buckets, key=lambda b: b[0] * b[1])
         cells = manifest.cells((bucket_px[0], bucket_px[1]))
         attention = choose_attention(
             unet,
