@@ -57,8 +57,13 @@ def command(images: Path, out: Path, layout: str, model: Path, worker: str) -> l
     return ["precompute", str(images), *(p for k, v in chosen.items() for p in (f"--{k}", v))]
 
 
-@pytest.mark.parametrize("parts", [["1/2", "2/2"], ["1/3", "2/3", "3/3"], ["", ""]], ids=len)
-@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "one-killed"])
+SOME = [(["1/2", "2/2"], True), (["", ""], False)]
+ALL = [(["1/3", "2/3", "3/3"], False), (["1/3", "2/3", "3/3"], True), (["", ""], True)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "killed"), SOME + [pytest.param(*each, marks=pytest.mark.slow) for each in ALL]
+)
 def test_processes_at_once_make_the_store_of_one(
     servers: list[WarmBakes], images: Path, tmp_path: Path, layout: str, expected_hash: str,
     parts: list[str], killed: bool,

