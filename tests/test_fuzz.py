@@ -35,14 +35,14 @@ SAMPLES = [
     Sample("c.png", ["„ü“ 🐈"], (24, 16)),
 ]
 CASES = {
-    "manifest bytes": 60,
-    "manifest values": 130,
+    "manifest bytes": 50,
+    "manifest values": 110,
     "commit bytes": 60,
-    "commit values": 160,
-    "segment bytes": 180,
-    "segment tables": 180,
-    "shard bytes": 180,
-    "shard headers": 160,
+    "commit values": 140,
+    "segment bytes": 160,
+    "segment tables": 150,
+    "shard bytes": 150,
+    "shard headers": 150,
     "lost and swapped files": 30,
 }
 

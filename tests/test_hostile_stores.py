@@ -797,7 +797,9 @@ def test_the_whole_of_a_hostile_store_is_read_in_little_memory(tmp_path):
             )
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with files.changed({commit: changed_commit(files, commit, change)}, seal=False):
+    there = {f"samples/16x24/x{number}/zarr.json": b"{}" for number in range(20)}
+    changes = {commit: changed_commit(files, commit, change), **there}
+    with files.changed(changes, seal=False):
         findings = verify_store(files.root, full=True)
     assert len(findings) == 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB

@@ -24,7 +24,7 @@ from store_format.verify import store_hash, verify_store
 
 BEFORE = [Sample("gone.png"), Sample("a.png", ["one", "two"]), Sample("b.png", num_variants=2)]
 AFTER = [Sample("a.png", ["edited"]), Sample("b.png", ["new"], num_variants=2)]
-SOME = [("zarr", 7), ("webdataset", 5)]
+SOME = [("zarr", 19), ("webdataset", 11)]
 ALL = [pytest.param(layout, 1, marks=pytest.mark.slow) for layout in LAYOUTS]
 
 
@@ -56,7 +56,7 @@ def test_a_collection_killed_anywhere_loses_nothing(
         assert not find_garbage(root)
         assert not (root / "staging").exists()
         number += every
-    assert found_half_done > 20 / every
+    assert found_half_done > 10 / every
     assert_holds(open_store(root), AFTER)
 
 
@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmBakes]:
         yield server
 
 
-@pytest.mark.parametrize(("layout", "every"), [("zarr", 40), ("webdataset", 25), *ALL])
+@pytest.mark.parametrize(("layout", "every"), [("zarr", 97), ("webdataset", 61), *ALL])
 @pytest.mark.parametrize("damage", ["shard", "segment"])
 def test_a_repair_killed_anywhere_can_be_finished(
     server: WarmBakes, tmp_path: Path, layout: str, every: int, damage: str
@@ -107,7 +107,7 @@ def test_a_repair_killed_anywhere_can_be_finished(
         assert store_hash(open_store(root)) == expected
         assert verify_store(root, full=True) == []
         number += every
-    assert number > 2 * every
+    assert number > every
 
 
 def test_a_damaged_row_stops_a_collection_before_anything_is_removed(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_the_readme_names_the_make_targets_that_exist() -> None:
     assert named <= set(targets)
 
 
+@pytest.mark.slow
 def test_every_command_and_program_of_the_readme_works(
     place: Path,
     s3: S3Server,  # noqa: F811
