@@ -123,11 +123,11 @@ def _make_staging(folder: Path, writer: str) -> tuple[Path, int]:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove the unfinished work of writers that live no more."""
-    if not folder.is_dir():
+    """Remove the unfinished work of writers that live no more; nothing that lies behind a link."""
+    if folder.is_symlink() or not folder.is_dir():
         return
     for left in folder.iterdir():
-        if not left.is_dir():
+        if left.is_symlink() or not left.is_dir():
             left.unlink(missing_ok=True)
             continue
         try:

@@ -782,6 +782,22 @@ def test_what_lies_behind_a_link_is_never_removed(linked):
     assert verify_store(other, full=True) == []
 
 
+@pytest.mark.parametrize("where", ["staging", "staging/0000000c"])
+def test_a_writer_removes_nothing_that_lies_behind_a_link_to_other_work(files, tmp_path, where):
+    """It removes what dead writers left in `staging/`. A store with this link is a trap."""
+    precious = tmp_path / "precious"
+    (precious / "folder").mkdir(parents=True)
+    for path in (precious / "file", precious / "folder/file"):
+        path.write_text("mine")
+    link = files.root / where
+    shutil.rmtree(files.root / "staging", ignore_errors=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(precious)
+    bring_to(files.root, read_manifest(files.root), SAMPLES[:1])
+    collect_garbage(files.root)
+    assert (precious / "file").read_text() == (precious / "folder/file").read_text() == "mine"
+
+
 def test_the_whole_of_a_hostile_store_is_read_in_little_memory(tmp_path):
     """Rows that a commit states but no file has: the views are compared by size first."""
     build_store(tmp_path / "s", "zarr", SAMPLES)

@@ -8,17 +8,26 @@ import io
 import json
 import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pytest
 from hostile_stores import StoreFiles, Truth, sealed, use
-from store_builders import LAYOUTS, Sample, bring_to, build_store, make_manifest
+from store_builders import (
+    LAYOUTS,
+    Sample,
+    bring_to,
+    build_store,
+    make_manifest,
+    write_samples,
+)
 
 from store_format import open_store
 from store_format.structure import WrongStructureError, check_metadata
 from store_format.verify import find_damage, verify_store
+from store_format.writer import StoreWriter
 
 SAMPLES = [Sample("a.png", ["x", "y"], (16, 24)), Sample("b.png", ["x"], (16, 24), num_variants=2)]
 GOLDEN = Path(__file__).parent / "golden"
@@ -281,10 +290,6 @@ def test_a_json_of_another_spelling_passes(tars):
 
 def test_dead_rows_of_a_tar_are_checked_too(tmp_path):
     """Between an update and its tidying a tar holds rows that the index no longer knows."""
-    from store_builders import write_samples
-
-    from store_format.writer import StoreWriter
-
     root = tmp_path / "s"
     build_store(root, "webdataset", SAMPLES)
     with StoreWriter(root, make_manifest("webdataset")) as writer:
@@ -415,6 +420,31 @@ def test_a_lost_or_altered_group_is_found(arrays):
 
 
 # What the commits and the index say
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_bytes_of_another_row_are_not_the_rows_own(tmp_path, layout):
+    """No read can tell, until the other row is rewritten or a plain reader looks."""
+    root, manifest = tmp_path / "s", make_manifest(layout)
+    rows = [Sample(f"{name}.png", ["x"], (16, 24)).row() for name in "ab"]
+    latents = np.zeros((4, 3, 2), np.float16)
+    with StoreWriter(root, manifest) as writer:
+        write_samples(writer, [Sample("c.png", ["x"], (24, 16))])
+        states = list(open_store(root).read_empty_text().values())
+        draft = writer.new_sample_shard((16, 24))
+        tensors = [latents, *(states if manifest.texts_inline else [])]
+        places = [draft.append(row, tensors) for row in rows]
+        swapped = [
+            replace(place, offsets=(other.offsets[0], *place.offsets[1:]))
+            for place, other in zip(places, places[::-1], strict=True)
+        ]
+        writer.commit([draft], [r.placed(p) for r, p in zip(rows, swapped, strict=True)])
+        writer.refresh_views()
+    store = open_store(root)
+    assert not any(store.read_variant(store.row_of(row.sample_id))["latents"].any() for row in rows)
+    [finding] = verify_store(root, full=True)
+    assert re.search("begin at bytes|elsewhere than Zarr readers do", finding.what), finding.what
+    assert finding.num_samples == 2
 
 
 def one_row_more(shard):
