@@ -22,6 +22,7 @@ from typing import Any, Self
 from crashes import KILLED, kill_at
 
 DIED_AT_CALL = KILLED
+MAX_RUN_S = 200  # a run that hangs ends then, and its test fails
 
 
 @dataclass
@@ -146,6 +147,7 @@ def _child(
 
     import prebake
 
+    signal.alarm(MAX_RUN_S)
     os.fsync = lambda descriptor: None  # the process is killed, not the machine: all is faster
     if die_at_call is not None:
         kill_at(die_at_call)
