@@ -29,6 +29,14 @@ EMPTY_PROMPT = -1  # in place of the number of a text
 MAX_OPEN_FILES = 512  # of the 1024 that most systems allow a process
 MAX_OPEN_CACHED_FILES = 16  # each may keep a file on the disk that the cache has removed
 
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Returns memory of so many bytes, at a multiple of 16 bytes."""
+
+
+def new_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that nobody else has."""
+    return np.empty(num_bytes, np.uint8)
+
 
 def open_store(location: Location | Folder) -> "Store":
     """Open the last commit of the store at a path or URL for reading.
@@ -178,13 +186,17 @@ class Store:
         return self._text_weights[texts].astype(np.float32)
 
     def read(
-        self, rows: Sequence[int], texts: Sequence[int] | None = None
+        self,
+        rows: Sequence[int],
+        texts: Sequence[int] | None = None,
+        allocate: Allocate = new_memory,
     ) -> dict[str, np.ndarray]:
         """Read a batch of rows of one bucket.
 
         Args:
             rows: B row numbers.
             texts: for each row which of its texts (default: the first); -1 is the empty prompt.
+            allocate: is asked for the memory of each array.
 
         Returns:
             For each declared tensor its array [B, *row_shape]; bfloat16 as raw uint16.
@@ -197,8 +209,8 @@ class Store:
         bucket, requests = self._check_request(rows, texts)
         variants = [self._variant_spots(row) for row, _ in requests]
         states = [self._text_spots(row, text) for row, text in requests]
-        batch = self._read_spots(self._tensors_of(bucket), variants)
-        batch.update(self._read_spots(self._text_tensors, states))
+        batch = self._read_spots(self._tensors_of(bucket), variants, allocate)
+        batch.update(self._read_spots(self._text_tensors, states, allocate))
         return batch
 
     def read_variant(self, row: int) -> dict[str, np.ndarray]:
@@ -265,12 +277,15 @@ class Store:
         return self._variant_tensors[bucket]
 
     def _read_spots(
-        self, tensors: Sequence[_Tensor], spots: Sequence[Sequence[Spot]]
+        self,
+        tensors: Sequence[_Tensor],
+        spots: Sequence[Sequence[Spot]],
+        allocate: Allocate = new_memory,
     ) -> dict[str, np.ndarray]:
         """Read K tensors of B rows from `spots` [B][K]: for each an array [B, *row_shape]."""
         batch: dict[str, np.ndarray] = {}
         for k, (name, dtype, shape, num_bytes) in enumerate(tensors):
-            data = np.empty((len(spots), num_bytes), np.uint8)
+            data = allocate(len(spots) * num_bytes).reshape(len(spots), num_bytes)
             for out, of_row in zip(data, spots, strict=True):
                 self._read_tensor(name, of_row[k], out)
             batch[name] = data.view(dtype).reshape(len(spots), *shape)

@@ -16,8 +16,9 @@ from train_builders import TALL, TRAIN_MOMENTS, WIDE, some_samples, train_store
 from store_format.errors import DamagedStoreError, PrebakeError
 from store_format.store import open_store
 from train.draws import draw_dropout
-from train.loader import MicroBatch, Samples, StepDataset, iterate_steps
+from train.loader import MicroBatch, Samples, StepDataset
 from train.order import BatchShape, Order
+from train.readers import iterate_steps
 
 
 def dataset_of(store, shape=BatchShape(2), *, rank=0, seed=0, caption_dropout=0.0):  # noqa: B008
@@ -262,6 +263,60 @@ def test_workers_leave_signals_to_the_training_process(rich_store):
             os.kill(worker, signal.SIGINT)
             os.kill(worker, signal.SIGTERM)
         assert [step[0].step for step in [first, *steps]] == list(range(40))
+
+
+def test_a_killed_worker_is_one_line_and_no_hang(rich_store):
+    steps = iterate_steps(dataset_of(rich_store), 0, 500, num_workers=2, pin_memory=False)
+    with closing(steps):
+        before = children()
+        next(steps)
+        for worker in children() - before:
+            os.kill(worker, signal.SIGKILL)
+        with pytest.raises(PrebakeError, match=r"has ended \(exit code -9\).*--num-workers 0"):
+            list(steps)
+
+
+def test_workers_end_with_the_training_process(rich_store):
+    """Killed, so that it cannot end them."""
+    ready, tell = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        steps = iterate_steps(dataset_of(rich_store), 0, 500, num_workers=2, pin_memory=False)
+        next(steps)
+        os.write(tell, " ".join(map(str, children())).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    workers = list(map(int, os.read(ready, 100).split()))
+    assert len(workers) == 2
+    deadline_s = time.monotonic() + 10
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    os.close(ready)
+    os.close(tell)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_error_of_the_program_shows_where_in_the_worker(rich_store, monkeypatch):
+    def fail(*args):
+        raise ZeroDivisionError("in the middle")
+
+    monkeypatch.setattr(StepDataset, "read", fail)
+    with pytest.raises(RuntimeError, match=r"(?s)reads the store:.*in fail\n.*in the middle"):
+        steps_of(dataset_of(rich_store), 0, 4, num_workers=1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_steps_that_are_held_do_not_change(rich_store, num_workers):
+    """There are places for far fewer."""
+    dataset = dataset_of(rich_store)
+    assert_equal_steps(steps_of(dataset, 0, 60, num_workers), steps_of(dataset, 0, 60))
 
 
 def children():

@@ -1,5 +1,6 @@
 """Every command and program of the README is run, in a folder that has what it speaks of."""
 
+import os
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from bake_builders import hash_of
 from PIL import Image
 from s3_server import S3Server, s3  # noqa: F401 - a fixture
+from train_builders import clean_process, run_cli
 
 from store_format import open_store
 
@@ -53,7 +55,6 @@ def test_the_readme_names_the_make_targets_that_exist() -> None:
     assert named <= set(targets)
 
 
-@pytest.mark.slow
 def test_every_command_and_program_of_the_readme_works(
     place: Path,
     s3: S3Server,  # noqa: F811
@@ -86,12 +87,13 @@ def run_all(place: Path) -> None:
                 continue
             changes = {"1000": "2", "100": "1"}
             arguments = [changes.get(word, word) for word in command[1:]]
-            subprocess.run(
-                [sys.executable, "-P", "-m", "prebake", *arguments],
-                cwd=place,
-                check=True,
-                timeout=180,
+            log = place / "log"
+            run = clean_process().Process(
+                target=run_cli, args=(arguments, log, place, dict(os.environ))
             )
+            run.start()
+            run.join()
+            assert run.exitcode == 0, f"{line}\n{log.read_text()}"
 
 
 def test_the_pipelines_file_of_the_checkout_works(tmp_path: Path) -> None:

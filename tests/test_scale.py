@@ -23,8 +23,9 @@ from large_stores import build_large_store
 from store_builders import LAYOUTS, Sample, build_store
 
 from store_format import open_store
-from train.loader import Samples, StepDataset, iterate_steps
+from train.loader import Samples, StepDataset
 from train.order import BatchShape, Order
+from train.readers import iterate_steps
 from train.setup import content_hash
 
 CHECKOUT = Path(__file__).parent.parent

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -139,13 +139,18 @@ def clean_process() -> Any:
     A child of the test process itself could not train: autograd refuses to go on after a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_builders", "prebake", "train.commands"])
+    context.set_forkserver_preload(["train_builders", "train.commands", "precompute.bake"])
     tests = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([tests, str(Path(__file__).parent.parent)])
     return context
 
 
-def run_cli(arguments: Sequence[str], log: Path) -> None:
+def run_cli(
+    arguments: Sequence[str],
+    log: Path,
+    place: Path = Path(),
+    environment: Mapping[str, str] = {},
+) -> None:
     """In a process of its own: be the command `prebake`, in a process group of its own."""
     multiprocessing.set_start_method("fork", force=True)  # loader workers, as in a real command
     os.setpgid(0, 0)
@@ -153,6 +158,8 @@ def run_cli(arguments: Sequence[str], log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as a shell starts a command
+    os.chdir(place)
+    os.environ.update(environment)
     prebake.cli(list(arguments), prog_name="prebake")
 
 

@@ -1,49 +1,76 @@
-"""Tensors on their way from worker processes to the training process, through memory they share.
+"""Tensors on their way from processes that read to the training process, in memory they share.
 
-A pipe, as DataLoader uses it, copies a batch four times, in pieces of 64 KiB. Tensors in shared
-memory of torch's take a file descriptor each, of which most systems allow 1024, or room in
-/dev/shm, of which containers allow 64 MiB. Anonymous memory that forked workers inherit has no such
-limit.
+A pipe would copy a batch several times, in pieces of 64 KiB. Tensors in shared memory of torch's
+take a file descriptor each, of which most systems allow 1024, or room in /dev/shm, of which
+containers allow 64 MiB. Anonymous memory that forked processes inherit has no such limits.
 """
 
 import math
 import mmap
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from store_format.store import Allocate
 
 ALIGNMENT_BYTES = 64
 
-Spans = dict[str, tuple[int, torch.dtype, torch.Size]]
-"""Where tensors were left: for each its first byte, its dtype and its shape."""
+Span = tuple[int, torch.dtype, torch.Size]
+"""Where a tensor lies in a place: its first byte, its dtype and its shape."""
 
 
-class SharedPlaces:
-    """Places of equal size, each for the tensors of one step at a time."""
+class Places:
+    """Memory for the tensors of one step in each of several places of equal size."""
 
     def __init__(self, num_places: int, place_bytes: int) -> None:
         """Reserve the memory; the system provides it as it is used."""
-        self.num_places = num_places
         self._place_bytes = -(-place_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, num_places * self._place_bytes)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory = mmap.mmap(-1, num_places * self._place_bytes)
+        self.free = deque(range(num_places))
 
-    def leave(
-        self, place: int, start: int, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[Spans, int]:
-        """Copy tensors into a place, from byte `start` on; return their spans, and the end."""
-        spans: Spans = {}
-        for name, tensor in tensors.items():
-            spans[name] = start, tensor.dtype, tensor.shape
-            self._view(place, *spans[name]).copy_(tensor)
-            start += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return spans, start
+    def allocator(self, place: int) -> Allocate:
+        """Return what hands out a place part by part, from its begin."""
+        whole, used = self._whole(place), 0
 
-    def take(self, place: int, spans: Spans) -> dict[str, torch.Tensor]:
-        """Return copies of tensors that were left; the place may then be used again."""
-        return {name: self._view(place, *span).clone() for name, span in spans.items()}
+        def allocate(num_bytes: int) -> NDArray[np.uint8]:
+            nonlocal used
+            assert used + num_bytes <= len(whole), "a step is larger than its place"
+            part = whole[used : used + num_bytes]
+            used += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            return part
 
-    def _view(self, place: int, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        first, num_bytes = place * self._place_bytes + start, math.prod(shape) * dtype.itemsize
-        assert start + num_bytes <= self._place_bytes, "a step is larger than its place"
-        return self._bytes[first : first + num_bytes].view(dtype).view(shape)
+        return allocate
+
+    def view(self, place: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        """Return a place's begin as an array."""
+        num_bytes = math.prod(shape) * 8
+        return self._whole(place)[:num_bytes].view(np.int64).reshape(shape)
+
+    def span(self, place: int, tensor: torch.Tensor) -> Span:
+        """Return where a tensor lies that was made of a place's memory."""
+        start = tensor.data_ptr() - self._whole(place).ctypes.data
+        assert 0 <= start <= self._place_bytes - tensor.nbytes, "a tensor outside of its place"
+        return start, tensor.dtype, tensor.shape
+
+    def take(self, place: int, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Return the tensors of a place. It is free again as soon as nobody holds one of them.
+
+        They are copies if no other place is free, for the consumer holds all.
+        """
+        whole = self._whole(place)
+        weakref.finalize(whole, self.free.append, place).atexit = False
+        memory = torch.from_numpy(whole)  # each view of it keeps `whole` alive
+        tensors = []
+        for start, dtype, shape in spans:
+            num_bytes = shape.numel() * dtype.itemsize
+            tensors.append(memory[start : start + num_bytes].view(dtype).view(shape))
+        return tensors if self.free else [tensor.clone() for tensor in tensors]
+
+    def _whole(self, place: int) -> NDArray[np.uint8]:
+        return np.frombuffer(
+            self._memory, np.uint8, count=self._place_bytes, offset=place * self._place_bytes
+        )

@@ -1,37 +1,24 @@
-"""Micro-batches from a store, read ahead by worker processes.
+"""Micro-batches from a store.
 
 B samples of a micro-batch, C latent channels, h=H/8, w=W/8, L tokens, D text width.
-The loader's only state is the step at which it starts.
+Each is a pure function of the store, the run's options and its step.
 """
 
-import gc
-import signal
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
 
 from store_format.errors import PrebakeError
-from store_format.store import EMPTY_PROMPT, Store
+from store_format.store import EMPTY_PROMPT, Allocate, Store, new_memory
 from train.draws import draw_dropout, generator
-from train.handover import ALIGNMENT_BYTES, SharedPlaces, Spans
+from train.handover import ALIGNMENT_BYTES
 from train.order import EMPTY, Order
 from train.prefetch import Prefetch
-
-WORKER_GRACE_S = 60
-GROUPS_AHEAD = 4  # of each worker
-# Small steps are read several at a time, for DataLoader takes half a millisecond for each item.
-GROUP_BYTES = 4 << 20
-MAX_GROUP_STEPS = 8
-_WEIGHTS = "weights of samples"  # no name of a tensor
-_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -121,13 +108,17 @@ class StepDataset:
 
     @property
     def max_step_bytes(self) -> int:
-        """How large the tensors of a step can be, each begun at a multiple of ALIGNMENT_BYTES."""
-        manifest, shape = self._store.manifest, self._order._shape
+        """How large the tensors of a step can be, each begun at a multiple of ALIGNMENT_BYTES.
+
+        Its request is not larger.
+        """
+        manifest, shape = self._store.manifest, self._order.shape
         cells = [manifest.cells(bucket) for bucket in self._samples.distinct_buckets]
         row_bytes = max(sum(spec.row_bytes(size) for spec in manifest.tensors) for size in cells)
-        weight_bytes = 4  # of a sample, f32
-        padding = ALIGNMENT_BYTES * (len(manifest.tensors) + 1)
-        return shape.accumulation * (shape.batch_size * (row_bytes + weight_bytes) + padding)
+        padding = ALIGNMENT_BYTES * len(manifest.tensors)
+        tensor_bytes = shape.accumulation * (shape.batch_size * row_bytes + padding)
+        request_bytes = shape.accumulation * shape.world_size * shape.batch_size * 8
+        return max(tensor_bytes, request_bytes)
 
     def request(self, step: int) -> Request:
         """Return what to ask for to get a step."""
@@ -153,19 +144,16 @@ class StepDataset:
         own._order = copy(self._order)
         return Prefetch(own.files_of_step, self._store.fetch, start, stop, limit_bytes // 2)
 
-    def read(self, request: Request) -> list[MicroBatch] | PrebakeError:
-        """Read a step's micro-batches.
+    def read(self, request: Request, allocate: Allocate = new_memory) -> list[MicroBatch]:
+        """Read a step's micro-batches, into memory from `allocate`.
 
-        An error of the store is returned, not raised: DataLoader would wrap a worker's traceback
-        around its one line.
+        Raises:
+            PrebakeError: the store cannot be read.
         """
         step, samples = request
-        try:
-            return [self._read(step, slots) for slots in samples]
-        except PrebakeError as error:
-            return error
+        return [self._read(step, slots, allocate) for slots in samples]
 
-    def _read(self, step: int, slots: NDArray[np.int64]) -> MicroBatch:
+    def _read(self, step: int, slots: NDArray[np.int64], allocate: Allocate) -> MicroBatch:
         """Read one micro-batch from its slots [R, S]."""
         mine = slots[self._rank]
         mine = mine[mine != EMPTY]
@@ -178,7 +166,7 @@ class StepDataset:
         if self._caption_dropout:
             dropped = draw_dropout(self._seed, step, ids, self._caption_dropout).tolist()
             texts = [EMPTY_PROMPT if d else text for text, d in zip(texts, dropped, strict=True)]
-        arrays = self._store.read(rows, texts)
+        arrays = self._store.read(rows, texts, allocate)
         weights = torch.from_numpy(self._weights[rows].astype(np.float32))  # [B]
         return MicroBatch(
             step=step,
@@ -210,111 +198,3 @@ def _pick(seed: int, purpose: str, step: int, key: str, weights: Sequence[float]
     drawn = torch.rand((), generator=generator(seed, purpose, step, key), dtype=torch.float64)
     bounds = np.cumsum(np.asarray(weights, np.float64))
     return int(np.searchsorted(bounds, drawn.item() * bounds[-1], side="right"))
-
-
-def iterate_steps(
-    dataset: StepDataset, start: int, stop: int, *, num_workers: int, pin_memory: bool
-) -> Generator[list[MicroBatch], None, None]:
-    """Yield the micro-batches of steps `start` to `stop` - 1, read ahead by `num_workers`.
-
-    Close the generator to end the workers.
-
-    Raises:
-        PrebakeError: the store cannot be read.
-    """
-    requests = map(dataset.request, range(start, stop))
-    prefetch = dataset.prefetch(start, stop)
-    steps: Iterator[list[MicroBatch] | PrebakeError]
-    # Workers start here, before the threads that must not be forked.
-    steps = _Workers(dataset, requests, num_workers) if num_workers else map(dataset.read, requests)
-    try:
-        if prefetch is not None:
-            prefetch.start()
-        for number, micro_batches in enumerate(steps):
-            if isinstance(micro_batches, PrebakeError):
-                raise micro_batches
-            if prefetch is not None:
-                prefetch.advance(start + number)
-            yield [batch.pin_memory() for batch in micro_batches] if pin_memory else micro_batches
-    finally:
-        if prefetch is not None:
-            prefetch.close()
-        del steps  # ends the workers, also while an exception keeps this frame
-
-
-LeftStep = list[tuple[MicroBatch, Spans]] | PrebakeError
-"""A step whose tensors a worker has left in a place."""
-
-
-class _Workers(Iterator[list[MicroBatch] | PrebakeError]):
-    """Reads steps ahead in worker processes, which end with it."""
-
-    def __init__(self, dataset: StepDataset, requests: Iterator[Request], num_workers: int) -> None:
-        step_bytes = dataset.max_step_bytes
-        num_steps = max(1, min(MAX_GROUP_STEPS, GROUP_BYTES // step_bytes))  # of a group
-        # One place more than groups are under way: each is asked for before another is taken.
-        num_places = num_workers * GROUPS_AHEAD + 1
-        self._places = SharedPlaces(num_places, num_steps * step_bytes)
-        groups = iter(lambda: list(islice(requests, num_steps)), [])
-        loader = DataLoader(
-            _InPlaces(dataset, self._places),
-            batch_size=None,
-            sampler=zip(cycle(range(num_places)), groups),
-            num_workers=num_workers,
-            prefetch_factor=GROUPS_AHEAD,
-            persistent_workers=True,
-            multiprocessing_context="fork",  # so that they share the index and the places
-            worker_init_fn=_start_worker,
-        )
-        self._groups = zip(cycle(range(num_places)), loader)
-        self._place, self._left = 0, deque[LeftStep]()
-
-    def __next__(self) -> list[MicroBatch] | PrebakeError:
-        if not self._left:
-            self._place, left = next(self._groups)
-            self._left.extend(left)
-        step = self._left.popleft()
-        if isinstance(step, PrebakeError):
-            return step
-        micro_batches = []
-        for batch, spans in step:
-            tensors = self._places.take(self._place, spans)
-            weights = tensors.pop(_WEIGHTS)
-            micro_batches.append(replace(batch, tensors=tensors, weights=weights))
-        return micro_batches
-
-
-class _InPlaces(Dataset[list[LeftStep]]):
-    """Reads groups of steps in a worker, and leaves their tensors in places."""
-
-    def __init__(self, dataset: StepDataset, places: SharedPlaces) -> None:
-        self._dataset = dataset
-        self._places = places
-
-    def __getitem__(self, request: tuple[int, list[Request]]) -> list[LeftStep]:
-        place, steps = request
-        found: list[LeftStep] = []
-        end = 0
-        for micro_batches in map(self._dataset.read, steps):
-            if isinstance(micro_batches, PrebakeError):
-                return [*found, micro_batches]
-            left = []
-            for batch in micro_batches:
-                tensors = batch.tensors | {_WEIGHTS: batch.weights}
-                spans, end = self._places.leave(place, end, tensors)
-                left.append((replace(batch, tensors={}, weights=_NOTHING), spans))
-            found.append(left)
-        return found
-
-
-def _start_worker(worker: int) -> None:
-    """Keep memory shared with the training process, and leave signals to it.
-
-    Garbage collection would write to every object of before the fork, and so copy it. Ctrl-C and
-    job managers signal the workers too, and a run whose worker died cannot finish its step; the
-    training process ends its workers after its last step. SIGTERM ends a worker after a while, for
-    it must end a worker that is left over.
-    """
-    gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_GRACE_S))

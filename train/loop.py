@@ -29,7 +29,7 @@ from train.checkpoint import (
 )
 from train.config import TrainConfig
 from train.draws import draw_noise, draw_timesteps, generator
-from train.loader import MicroBatch, StepDataset, iterate_steps
+from train.loader import MicroBatch, StepDataset
 from train.lora import (
     add_lora,
     check_every_adapter_has_gradient,
@@ -46,6 +46,7 @@ from train.optimizer import (
     make_optimizer,
     optimizer_tensors,
 )
+from train.readers import iterate_steps
 from train.resume import state_to_continue
 from train.run_files import (
     describe_results,

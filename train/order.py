@@ -111,7 +111,7 @@ class Order:
         width, height = np.asarray(buckets, np.int64).T
         _, bucket_of = np.unique(width << 32 | height, return_inverse=True)  # rows take 10x as long
         self._bucket_of = bucket_of.astype(np.int32)  # [N]
-        self._shape = shape
+        self.shape = shape
         self._seed = seed
         self.blocks = blocks
         per_batch = shape.batch_size * shape.world_size
@@ -125,12 +125,12 @@ class Order:
         epoch, position = divmod(step, self.steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._make_epoch(epoch)
-        start = position * self._shape.accumulation
-        return self._epoch[1][start : start + self._shape.accumulation].astype(np.int64)
+        start = position * self.shape.accumulation
+        return self._epoch[1][start : start + self.shape.accumulation].astype(np.int64)
 
     def _make_epoch(self, epoch: int) -> NDArray[np.int32]:
         """Return all micro-batches of an epoch: [M, R, S]."""
-        ranks, size = self._shape.world_size, self._shape.batch_size
+        ranks, size = self.shape.world_size, self.shape.batch_size
         keys = mix(self._ids ^ stream(self._seed, "samples", epoch))
         block_of = self._block_of(epoch)  # [N]
         shuffled = np.lexsort((keys, block_of, self._bucket_of))  # by bucket, then block, then key

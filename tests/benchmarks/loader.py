@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/loader.py
 
 SD 1.x samples (151,040 bytes) of a local store, page cache warm, in the batches and the order of
-training (`train.loader.iterate_steps`). `workers`: the samples per second that come with worker
+training (`train.readers.iterate_steps`). `workers`: the samples per second that come with worker
 processes, against those that come in the training process itself; needs as many free cores as there
 are workers, and one more. `cpu_ms_per_step` is the processor time of the training process, which
 holds on a busy machine too. `data_wait`: the part of the time that a training loop waits for data
-whose steps compute for 50 ms (here: sleep). One line of JSON for each figure.
+whose steps keep a core busy for 50 ms. One line of JSON for each figure.
 """
 
 import statistics
@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import click
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests
@@ -27,12 +28,13 @@ from benchmarks.common import ROWS_PER_SHARD, baked, report, sd1_manifest, write
 
 from store_format import open_store
 from store_format.writer import StoreWriter
-from train.loader import Samples, StepDataset, iterate_steps
+from train.loader import Samples, StepDataset
 from train.order import BatchShape, Order
+from train.readers import iterate_steps
 
 BATCH_SIZE = 8
 COMPUTE_S = 0.05
-WARM_UP_STEPS = 10  # until the workers have begun and read ahead
+WARM_UP_STEPS = 60  # until each worker has used all of the memory that it shares
 
 
 def make_dataset(root: Path, layout: str, num_samples: int) -> StepDataset:
@@ -71,13 +73,20 @@ def data_wait(dataset: StepDataset, num_steps: int, num_workers: int) -> float:
             start_s = time.perf_counter()
             next(steps)
             waited_s += time.perf_counter() - start_s
-            time.sleep(COMPUTE_S)
+            compute(COMPUTE_S)
     return waited_s / (time.perf_counter() - begin_s)
+
+
+def compute(seconds: float) -> None:
+    """Keep one core busy."""
+    matrix, end_s = torch.ones(128, 128), time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        matrix @ matrix
 
 
 @click.command()
 @click.option("--samples", "num_samples", metavar="N", default=800, show_default=True)
-@click.option("--steps", "num_steps", metavar="N", default=300, show_default=True)
+@click.option("--steps", "num_steps", metavar="N", default=1000, show_default=True)
 @click.option("--workers", "num_workers", metavar="N", default=2, show_default=True)
 @click.option("--rounds", metavar="N", default=5, show_default=True, help="Median of so many.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to write; default: a temp.")
@@ -105,7 +114,7 @@ def main(
                 figures[f"{name}_samples_per_s"] = round(rate)
                 figures[f"{name}_cpu_ms_per_step"] = round(cpu_ms, 2)
             report(figures, "torch")
-            wait = data_wait(dataset, num_steps // 2, num_workers)
+            wait = data_wait(dataset, num_steps // 5, num_workers)
             figures = {
                 "figure": "data_wait",
                 "layout": layout,
