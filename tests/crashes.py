@@ -58,6 +58,7 @@ def kill_at(number):
                     half = bytes(args[data_at])[: len(args[data_at]) // 2]
                     function(*args[:data_at], half, *args[data_at + 1 :])
                     if function is original_write:
+                        args[0]._write_block()
                         args[0]._file.flush()
                 os._exit(KILLED)
             return function(*args, **options)
