@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from store_format.rows import Text, TextRow
+from store_format.rows import TOKENS_UNKNOWN, Text, TextRow
 from store_format.store import Store
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Tensors = list[NDArray[np.generic]]
 REMEMBERED_BYTES = 1 << 30
-TOKENS_UNKNOWN = 0  # of a text that comes from a store which does not say (FORMAT.md, section 5.2)
 
 
 class StoredTexts:

@@ -22,7 +22,7 @@ from store_format.folders import Folder, LocalFolder, Location, folder_of
 from store_format.index import Ints, id_bytes, list_starts
 from store_format.manifest import MANIFEST_NAME, Layout, Manifest
 from store_format.progress import Progress
-from store_format.rows import SampleRow, TextRow
+from store_format.rows import TOKENS_UNKNOWN, SampleRow, TextRow
 from store_format.selection import Part, Rows, as_binary, copying_order
 from store_format.store import MAX_OPEN_FILES, Store, open_store
 from store_format.writer import ShardDraft, StoreWriter, check_target
@@ -30,7 +30,6 @@ from store_format.writer import ShardDraft, StoreWriter, check_target
 Tensors = list[NDArray[Any]]
 NewText = tuple[TextRow, Tensors]
 
-TOKENS_UNKNOWN = 0  # a webdataset store does not say how many tokens the texts of samples have
 MAX_DRAFTS = 16  # buckets whose shards are filled at a time
 MAX_ROWS = 1 << 14  # of a commit: they are in memory until then
 SPARE_OPEN_FILES = 256

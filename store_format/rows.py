@@ -100,6 +100,9 @@ class TextRow:
     place: Place | None = None
 
 
+TOKENS_UNKNOWN = 0  # of a text of a webdataset store's samples, which does not say (section 5.2)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One variant of a sample: identity, geometry (px; sizes are (width, height)), texts."""

@@ -7,22 +7,24 @@ byte; what another writer may have written otherwise is parsed.
 import re
 import tarfile
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
-from store_format import webdataset_layout
 from store_format.index import Ints
 from store_format.keys import canonical_json
 from store_format.manifest import NUMPY_DTYPES, TensorSpec
 from store_format.rows import SampleRow, TextRow
 from store_format.strict_json import parse_json
 from store_format.structure import ShardFacts, WrongStructureError, open_file, read_exactly
+from store_format.webdataset_layout import (
+    BLOCK_BYTES,
+    describe,
+    member_header,
+    npy_header,
+    row_json,
+)
 
-BLOCK_BYTES = webdataset_layout.BLOCK_BYTES
 MAX_JSON_BYTES = 16 << 20  # of one row
 # Fields of a header. Source: POSIX.1-2017, pax, "ustar Interchange Format".
-_NAME_BYTES = 100
-_CHECKSUM = slice(148, 156)
 _MAGIC = slice(257, 265)
 _KINDS = {
     tarfile.LNKTYPE: "a hard link",
@@ -57,29 +59,6 @@ def tar_problems(facts: ShardFacts) -> Iterator[str]:
         yield str(error)
 
 
-class _Header:
-    """The tar headers of regular files of one size and one name, but for the key before it."""
-
-    def __init__(self, suffix: str, num_bytes: int) -> None:
-        info = tarfile.TarInfo(suffix)
-        info.size = num_bytes
-        block = info.tobuf(tarfile.USTAR_FORMAT)
-        self._suffix = suffix.encode()
-        self._between = block[_NAME_BYTES : _CHECKSUM.start]
-        self._behind = block[_CHECKSUM.stop :]
-        # A checksum is made with spaces in its own place.
-        self._sum = sum(block) - sum(block[_CHECKSUM]) + 8 * ord(" ")
-
-    def of(self, key: bytes) -> bytes:
-        """Return the header of the member of `key`."""
-        name = (key + self._suffix).ljust(_NAME_BYTES, b"\0")
-        checksum = b"%06o\0 " % (self._sum + sum(key))
-        return b"".join((name, self._between, checksum, self._behind))
-
-
-_header = lru_cache(maxsize=4096)(_Header)
-
-
 class _Tensor:
     """What the members of one tensor of a row have in common."""
 
@@ -88,8 +67,8 @@ class _Tensor:
         self.dtype = NUMPY_DTYPES[spec.dtype]
         self.shape = spec.row_shape(cells)
         self.row_bytes = spec.row_bytes(cells)
-        self.npy_header = webdataset_layout.npy_header(self.dtype, self.shape)
-        self.header = _header(self.suffix, len(self.npy_header) + self.row_bytes)
+        self.npy_header = npy_header(self.dtype, self.shape)
+        self.header = member_header(self.suffix, len(self.npy_header) + self.row_bytes)
 
 
 class _Tar:
@@ -128,7 +107,7 @@ class _Tar:
             )
 
     def _check_live(self, row: SampleRow | TextRow, offsets: Ints) -> None:
-        key, about, num_texts = webdataset_layout.describe(row, bool(self._text_specs))
+        key, about, num_texts = describe(row, bool(self._text_specs))
         found = [self._pass_tensor(key, tensor) for tensor in self._variant]
         for text in range(num_texts):
             found += [self._pass_tensor(key, tensor) for tensor in self._tensors_of_text(text)]
@@ -136,7 +115,7 @@ class _Tar:
             raise WrongStructureError(
                 f"the tensors of {key} begin at bytes {found}, in the index at {offsets.tolist()}"
             )
-        expected = webdataset_layout.row_json(about)
+        expected = row_json(about)
         data = self._pass_json(key, len(expected))
         if data != expected and canonical_json(_parse(key, data)) != canonical_json(about):
             raise WrongStructureError(f"{key}.json does not say what the index says")
@@ -168,7 +147,7 @@ class _Tar:
 
     def _pass_tensor(self, key: str, tensor: _Tensor) -> int:
         """Check a member that holds a tensor; return where its data begin."""
-        expected = tensor.header.of(key.encode()) + tensor.npy_header
+        expected = tensor.header.of(key) + tensor.npy_header
         start, head_bytes = self._position + BLOCK_BYTES, len(tensor.npy_header)
         size = head_bytes + tensor.row_bytes
         if read_exactly(self._descriptor, len(expected), self._position) != expected:
@@ -206,7 +185,7 @@ class _Tar:
 
     def _pass_json(self, key: str, expected_bytes: int) -> bytes:
         """Check the member that ends a row, of `expected_bytes` perhaps; return its content."""
-        expected = _header(".json", expected_bytes).of(key.encode())
+        expected = member_header(".json", expected_bytes).of(key)
         start, size = self._position + BLOCK_BYTES, expected_bytes
         data = read_exactly(self._descriptor, BLOCK_BYTES + size, self._position)
         if data.startswith(expected):

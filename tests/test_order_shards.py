@@ -387,12 +387,12 @@ def settings_of(store, model, **options):
     return set_up(config_for(store, model, store.parent / "run", **options), 1).settings
 
 
-def test_the_global_order_adds_nothing_to_the_settings_of_a_run(store, model):
-    """So that runs older than the option can be continued."""
+def test_blocks_are_no_setting_of_a_run_in_the_global_order(store, model):
     names = TrainConfig.model_fields.keys() - MAY_CHANGE | {"world_size", "content of the store"}
     settings = settings_of(store, model, order_block_mib=7)
     assert settings.keys() == names
-    assert not {"order", "order_block_mib"} & names
+    assert settings["order"] == "global"
+    assert "order_block_mib" not in names
 
 
 def test_the_order_by_shards_is_recorded_with_what_it_depends_on(store, model):
@@ -409,8 +409,8 @@ def test_the_order_by_shards_is_recorded_with_what_it_depends_on(store, model):
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({}, {"order": "shards"}, "order was None, now 'shards'"),
-        ({"order": "shards"}, {}, "order was 'shards', now None"),
+        ({}, {"order": "shards"}, "order was 'global', now 'shards'"),
+        ({"order": "shards"}, {}, "order was 'shards', now 'global'"),
         (
             {"order": "shards"},
             {"order": "shards", "order_block_mib": 9},
@@ -448,7 +448,7 @@ def test_a_run_by_shards_says_so_and_goes_on_exactly(tmp_path, model):
     ):
         run(config_for(tmp_path / "s", model, tmp_path / "whole", **options), say=said)
         run(config_for(tmp_path / "s", model, tmp_path / "two", **options), stop_after=2)
-        with pytest.raises(PrebakeError, match="order was 'shards', now None"):
+        with pytest.raises(PrebakeError, match="order was 'shards', now 'global'"):
             run(config_for(tmp_path / "s", model, tmp_path / "two", batch_size=2))
         run(config_for(tmp_path / "s", model, tmp_path / "two", **options))
     expected = "order: 4 shards in 4 blocks of up to 5 MiB; samples are shuffled within a block"

@@ -92,7 +92,7 @@ MAY_CHANGE = frozenset(
     {
         *("store", "model"),  # compared by content instead
         *("max_steps", "max_epochs"),  # compared as the total number of steps, which may grow
-        *("order", "order_block_mib"),  # compared by train/setup.py, where they matter
+        "order_block_mib",  # compared by train/setup.py, where it matters
         *("cache", "cache_size"),
         *("out", "resume", "num_workers", "save_every", "keep_last", "lora_dtype"),
     }

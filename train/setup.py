@@ -65,8 +65,8 @@ def set_up(config: TrainConfig, world_size: int) -> RunSetup:
     epochs_steps = (config.max_epochs or 0) * order.steps_per_epoch
     settings = {k: v for k, v in config.model_dump(mode="json").items() if k not in MAY_CHANGE}
     settings |= {"world_size": world_size, "content of the store": content_hash(store)}
-    if blocks is not None:  # absent for the global order, as in runs older than the option
-        settings |= {"order": config.order, "order_block_mib": config.order_block_mib}
+    if blocks is not None:
+        settings |= {"order_block_mib": config.order_block_mib}
         settings |= {"assignment of samples to shards": assignment_hash(blocks)}
     return RunSetup(store, samples, order, facts, config.max_steps or epochs_steps, settings)
 

@@ -34,7 +34,7 @@ import fsspec.core
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout
 sys.path.insert(0, str(Path(__file__).parents[1]))  # s3_server
 
-from read_store import cpu_name
+from benchmarks.common import cpu_name
 from s3_server import S3Server
 
 from store_format.cache import ShardCache

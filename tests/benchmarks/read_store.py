@@ -38,7 +38,6 @@ from benchmarks.common import (
     sd1_manifest,
     write_baked,
 )
-from benchmarks.common import cpu_name as cpu_name  # for read_s3.py
 from store_builders import Sample
 
 from store_format import open_store
