@@ -34,6 +34,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _LAZY_COMMANDS = {
     "precompute": ("precompute.commands", "Bake captioned images into a store."),
     "train": ("train.commands", "Train a LoRA from a store, with only the U-Net in memory."),
+    "sample": ("sampling.commands", "Draw prompts with a model and LoRA files, as a grid."),
     "store": ("store_format.commands", "Look into a store, check it, mend it, copy it."),
 }
 _LAZY_SUBCOMMANDS = {

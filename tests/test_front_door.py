@@ -37,7 +37,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(prebake.cli, list(arguments))
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help", "precompute --help"])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help", "sample --help"])
 def test_help_loads_neither_torch_nor_diffusers_and_is_quick(arguments: str) -> None:
     program = (
         "import sys, runpy; sys.argv = ['prebake', *sys.argv[1:]]\n"
@@ -57,7 +57,7 @@ def test_help_loads_neither_torch_nor_diffusers_and_is_quick(arguments: str) -> 
 
 def test_the_front_help_lists_every_command_with_a_sentence() -> None:
     text = invoke("--help").output
-    for name in ("precompute", "train", "store", "run", "demo"):
+    for name in ("precompute", "train", "sample", "store", "run", "demo"):
         assert f"\n  {name} " in text
 
 

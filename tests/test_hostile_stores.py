@@ -36,7 +36,7 @@ from store_format.verify import store_hash, verify_store
 from store_format.writer import StoreWriter
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("store_format", "precompute", "train")
+PACKAGES = ("store_format", "precompute", "train", "sampling")
 SAMPLES = [Sample("a.png", ["x", "y"], (16, 24)), Sample("b.png", ["x"], (16, 24))]
 
 

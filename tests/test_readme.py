@@ -63,6 +63,7 @@ def test_every_command_and_program_of_the_readme_works(
     with s3.environment(PREBAKE_CACHE=str(place / "cache"), PREBAKE_CACHE_SIZE="1GiB"):
         run_all(place)
     assert (place / "cat.png").exists()
+    assert (place / "cat-grid.png").exists()
     assert (place / "runs/first/first.safetensors").exists()
     assert (place / "runs/second/loss.png").exists()
     assert (place / "runs/remote/loss.png").exists()

@@ -1,0 +1,1 @@
+"""Pictures from a model and LoRA files. Never part of baking or training."""

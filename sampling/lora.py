@@ -1,0 +1,37 @@
+"""Which LoRA files are sampled with, and how strongly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from store_format.errors import PrebakeError
+
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA file and the weight that it is applied with."""
+
+    path: Path
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `FILE` or `FILE:WEIGHT`; FILE may be the folder of a training run.
+
+        Raises:
+            PrebakeError: there is no such file, or no LoRA in the folder.
+        """
+        name, colon, number = text.rpartition(":")
+        try:
+            path, weight = (Path(name), float(number)) if colon else (Path(text), 1.0)
+        except ValueError:  # a colon of the file's name
+            path, weight = Path(text), 1.0
+        file = path / WEIGHTS_NAME if path.is_dir() else path
+        if not file.is_file():
+            what = f"no {WEIGHTS_NAME} in this folder" if path.is_dir() else "no such file"
+            raise PrebakeError(
+                f"--lora {text}: {what}. Give a .safetensors file or a run's folder."
+            )
+        return cls(file, weight)
