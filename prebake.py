@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
-from store_format.errors import PrebakeError
+from store_format.errors import PrebakeError, one_line
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -43,6 +43,10 @@ _LAZY_SUBCOMMANDS = {
     },
 }
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BAD_PLACE = {
+    errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.EISDIR, errno.ELOOP,
+    errno.EIO, errno.ESTALE,
+}  # fmt: skip
 
 
 class LaterCommand(click.Command):
@@ -108,6 +112,9 @@ class FrontDoor(click.Group):
                 ) from error
             if isinstance(error, PermissionError):
                 raise click.ClickException(f"{error.filename}: permission denied.") from error
+            if error.errno in _BAD_PLACE and error.filename is not None:
+                text = f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}."
+                raise click.ClickException(one_line(text)) from error
             raise
 
 
@@ -194,6 +201,11 @@ def _explain(
             found = f", got {item['input']!r}" if field else ""
             lines.append(f"{prefix}{item['msg'].removeprefix('Value error, ')}{found}")
     return lines
+
+
+def say(line: str) -> None:
+    """Print one line, whatever names of files and folders are in it."""
+    click.echo(one_line(line))
 
 
 class StopRequest:

@@ -17,12 +17,13 @@ from precompute.plan import Plan, Repair, make_plan
 from precompute.run import Run
 from precompute.source import Scan, scan_folder
 from precompute.summary import Summary, describe_plan, report_name
+from precompute.texts import StoredTexts
 from store_format.errors import PrebakeError
 from store_format.folders import folder_of
 from store_format.index import LiveIndex
 from store_format.manifest import MANIFEST_NAME, Manifest, TensorSpec
 from store_format.progress import Progress
-from store_format.store import open_store
+from store_format.store import Store, open_store
 from store_format.writer import StoreWriter, check_target
 
 
@@ -95,11 +96,18 @@ def bake(
     Raises:
         PrebakeError: the input, the model or the store is not what it should be.
     """
-    start_s = time.monotonic()
     parts, manifest, bake_keys = prepare(config)
     check_target(config.out, manifest)
     donor = open_store(config.reuse) if config.reuse else None
-    scan = _part_of(scan_folder(config.images), config, bake_keys)
+
+    def check() -> None:
+        if should_stop():
+            raise _Stopped
+
+    try:
+        scan = _part_of(scan_folder(config.images, check), config, bake_keys)
+    except _Stopped:
+        return Summary(Plan(), interrupted=True)
     for warning in scan.warnings:
         say(f"warning: {warning}")
 
@@ -108,8 +116,7 @@ def bake(
 
             def advance(count: int) -> None:
                 progress.advance(count)
-                if should_stop():
-                    raise _Stopped
+                check()
 
             plan = make_plan(
                 scan,
@@ -120,7 +127,14 @@ def bake(
                 donor=donor.index if donor is not None else None,
                 repair=repair,
             )
-        describe_plan(plan, manifest, config, index, say)
+        held = [StoredTexts(Store(folder_of(config.out), manifest, index))]
+        held += [StoredTexts(donor)] if donor is not None else []
+        captions = {work.image.caption for work in plan.samples()} | {""}
+        texts = {bake_keys.text(caption).text_key for caption in captions}
+        if repair is not None:
+            held, texts = held[1:], {text.text_key for text in repair.texts}
+        to_encode = sum(not any(text in store for store in held) for text in texts)
+        describe_plan(plan, manifest, config, index, to_encode, say)
         _check_drop(plan, config)
         return plan
 
@@ -142,8 +156,9 @@ def bake(
                 donor=donor,
                 repair=repair,
             )
+            start_s = time.monotonic() - encoders.loading_s  # of which some may be over
             summary = run.run()
-            summary.seconds = time.monotonic() - start_s
+            summary.seconds = time.monotonic() - start_s - encoders.loading_s
             _write_report(writer, summary, config)
     except _Stopped:
         return Summary(Plan(), interrupted=True)
@@ -155,7 +170,7 @@ def bake(
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: the user's wish
-    """Planning was asked to stop."""
+    """Scanning or planning was asked to stop."""
 
 
 def _part_of(scan: Scan, config: BakeConfig, bake_keys: BakeKeys) -> Scan:

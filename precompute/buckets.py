@@ -103,7 +103,7 @@ def choose_geometry(
         raise ImageProblem(
             Reason.TOO_SMALL,
             f"{width_px}x{height_px} px: each side must be at least {shortest} px at resolution "
-            f"{resolution_px}; use a larger copy, a lower resolution, or allow upscaling",
+            f"{resolution_px}; use a larger copy, a lower resolution, or --upscale",
         )
     geometry = min((_fit(b, width_px, height_px) for b in covered or buckets), key=_preference)
     if cropped_fraction(geometry) > _MOST_CROPPED:

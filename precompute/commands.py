@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from prebake import StopRequest, config_options, resolve_model, validated
+from prebake import StopRequest, config_options, resolve_model, say, validated
 from precompute.config import BakeConfig
 
 
@@ -33,9 +33,9 @@ def precompute(dry_run: bool, **options: Any) -> None:
     from precompute.summary import describe_summary
 
     with StopRequest() as stop:
-        summary = bake(config, say=click.echo, should_stop=stop, dry_run=dry_run)
+        summary = bake(config, say=say, should_stop=stop, dry_run=dry_run)
     if not dry_run:
-        describe_summary(summary, config, click.echo)
+        describe_summary(summary, config, say)
     stop.exit_if_requested()
 
 
@@ -71,16 +71,18 @@ def repair(
         resolve_model(model) if model else None,
         source_name=source_name,
         device=device,
-        say=click.echo,
+        say=say,
     )
-    click.echo(
-        f"encoded {outcome.num_images_encoded} images and {outcome.num_captions_encoded} captions, "
-        f"copied {outcome.num_rows_copied} healthy rows out of damaged shards"
-    )
+    if outcome.num_damaged:
+        click.echo(
+            f"encoded {outcome.num_images_encoded} images and {outcome.num_captions_encoded} "
+            f"captions, copied {outcome.num_rows_copied} healthy rows out of damaged shards"
+        )
     for problem in outcome.problems:
-        click.echo(f"not encoded: {problem.path}: {problem.detail}")
+        say(f"not encoded: {problem.path}: {problem.detail}")
     for finding in outcome.left:
         click.echo(f"still damaged: {finding.where}: {finding.what}")
     if outcome.left or outcome.problems:
         context.exit(1)
-    click.echo(f"nothing is wrong with {store} any more")
+    any_more = " any more" if outcome.num_damaged else ""
+    click.echo(f"nothing is wrong with {store}{any_more}")

@@ -1,5 +1,6 @@
 """The two encoders of a bake, loaded when they are first used: a bake without work loads none."""
 
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Encoders:
-    """The two encoders of a bake, each loaded when it is first used."""
+    """The two encoders of a bake, each loaded when it is first used, which took `loading_s`."""
 
     def __init__(self, config: BakeConfig, parts: ModelParts, manifest: Manifest) -> None:
+        self.loading_s = 0.0
         self._config = config
         self._parts = parts
         self._compute_dtype = next(
@@ -30,9 +32,10 @@ class Encoders:
     @cached_property
     def image(self) -> "ImageEncoder":
         """The VAE's encoder."""
+        start_s = time.monotonic()
         from precompute.encoders import ImageEncoder
 
-        return ImageEncoder(
+        encoder = ImageEncoder(
             self._parts,
             posterior=self._config.posterior,
             batch_size=self._config.batch_size,
@@ -40,16 +43,21 @@ class Encoders:
             stored_dtype=self._config.dtype,
             device=choose_device(self._config.device),
         )
+        self.loading_s += time.monotonic() - start_s
+        return encoder
 
     @cached_property
     def text(self) -> "TextEncoder":
         """The text encoder with its tokenizer."""
+        start_s = time.monotonic()
         from precompute.encoders import TextEncoder
 
-        return TextEncoder(
+        encoder = TextEncoder(
             self._parts,
             clip_skip=self._config.clip_skip,
             compute_dtype=self._compute_dtype,
             stored_dtype=self._config.dtype,
             device=choose_device(self._config.device),
         )
+        self.loading_s += time.monotonic() - start_s
+        return encoder

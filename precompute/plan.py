@@ -18,6 +18,8 @@ from precompute.work import Action, Work
 from store_format.index import LiveIndex
 from store_format.rows import Text, Tombstone
 
+GONE = "image is gone from the source"
+NUM_EXAMPLES = 3
 EXAMINE_AT_ONCE = 64  # images for a thread: handing over each by itself costs more than a look
 
 
@@ -44,10 +46,22 @@ class Plan:
         for work in self.samples():
             counts[work.action.value, work.why] += 1
         if self.dropped:
-            counts["drop", "image is gone from the source"] = len(self.dropped)
+            counts["drop", GONE] = len(self.dropped)
         for problem in self.problems:
             counts["not stored", problem.reason.value] += 1
         return counts
+
+    def examples(self) -> dict[tuple[str, str], list[str]]:
+        """Return the first few files of each (action, reason) but of those that are new."""
+        found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for work in self.samples():
+            if work.action is not Action.ADD:
+                found[work.action.value, work.why].append(work.image.path)
+        for tombstone in self.dropped:
+            found["drop", GONE].append(tombstone.path)
+        for problem in self.problems:
+            found["not stored", problem.reason.value].append(problem.path)
+        return {key: sorted(paths)[:NUM_EXAMPLES] for key, paths in found.items()}
 
     def samples(self) -> Iterator[Work]:
         """Yield every sample that is written."""

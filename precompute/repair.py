@@ -15,8 +15,8 @@ from precompute.bake_keys import FULL_NAMES
 from precompute.config import BakeConfig
 from precompute.plan import Repair
 from precompute.problems import Problem
-from store_format.errors import PrebakeError
-from store_format.folders import folder_of
+from store_format.errors import DamagedStoreError, PrebakeError
+from store_format.folders import Folder, folder_of
 from store_format.index import LiveIndex
 from store_format.manifest import Manifest, read_manifest
 from store_format.progress import Progress
@@ -32,6 +32,7 @@ MAX_PASSES = 3  # damage may hide behind damage: texts that are lost hide what i
 class Outcome:
     """What a repair did, and what it could not mend."""
 
+    num_damaged: int = 0
     num_images_encoded: int = 0
     num_captions_encoded: int = 0
     num_rows_copied: int = 0
@@ -68,12 +69,15 @@ def repair_store(
             f"again: 'prebake precompute' adds what is missing."
         )
     manifest = read_manifest(root)
+    if images is None or model is None:
+        _check_index(root, location)  # before anything is changed
     losses = restore_index(root)
+    num_lost = losses.rows
     for name in losses.commits:
         say(f"the index has lost commit {name}")
     for path in losses.segments:
         say(f"the index has lost {path}")
-    outcome = Outcome()
+    outcome = Outcome(num_damaged=len(losses.commits) + len(losses.segments))
     for number in range(MAX_PASSES):
         index = LiveIndex(root)
         damage = _find(Store(root, manifest, index), f"verifying {location}")
@@ -82,27 +86,46 @@ def repair_store(
         outcome.left = damage.findings
         if number and (not damage.findings or outcome.problems):
             break
+        outcome.num_damaged += sum(not finding.is_lag for finding in damage.findings)
         for finding in damage.findings:
-            say(f"{finding.where}: {finding.what}")
-        say(f"to encode anew: {len(damage.sample_rows)} samples and {len(texts)} texts")
+            if not finding.is_lag:
+                where = "" if finding.where in finding.what else f"{finding.where}: "
+                say(f"{where}{finding.what}")
+        if losses:
+            say("to encode anew: all that the index has lost")
+        elif must_encode:
+            say(f"to encode anew: {len(damage.sample_rows)} samples and {len(texts)} texts")
         if must_encode:
             if images is None or model is None:
                 raise PrebakeError(
                     f"{location}: something must be encoded anew. Give --images and --model."
                 )
-            source = source_name or _only_source(index, images, location)
+            source = source_name or _only_source(index, images, location, bool(losses))
             config = _config(manifest, images, model, location, source, device)
             rows = frozenset(damage.sample_rows.tolist())
             summary = bake(config, say=say, repair=Repair(rows, tuple(texts), bool(losses)))
             outcome.num_images_encoded += summary.num_images_encoded
             outcome.num_captions_encoded += summary.num_captions_encoded
-            outcome.problems += summary.problems
+            outcome.problems += _of_damaged(summary.problems, index, damage, source)
             if losses and not summary.interrupted:
                 with StoreWriter(location, manifest) as writer:
                     forget_losses(root, writer.staging)
+                    num_back = len(writer.index) - len(index)
+                if losses.commits or num_back < num_lost:
+                    say(_what_may_be_missing(losses, num_back, source, images))
             losses = Losses()
-        outcome.num_rows_copied += _copy_healthy(location, manifest, damage)
+        _copy_healthy(location, manifest, damage)
+        outcome.num_rows_copied += _num_healthy(index, damage)
     return outcome
+
+
+def _of_damaged(
+    problems: list[Problem], index: LiveIndex, damage: Damage, source: str
+) -> list[Problem]:
+    """Return the problems with images of damaged samples: others were never in the store."""
+    samples = (index.sample(row) for row in damage.sample_rows.tolist())
+    paths = {sample.path for sample in samples if sample.source == source}
+    return [problem for problem in problems if problem.path in paths]
 
 
 def _find(store: Store, what: str) -> Damage:
@@ -111,8 +134,33 @@ def _find(store: Store, what: str) -> Damage:
         return find_damage(store, progress.advance)
 
 
-def _only_source(index: LiveIndex, images: Path, location: str) -> str:
+def _check_index(root: Folder, location: str) -> None:
+    try:
+        index = LiveIndex(root)
+        _ = index.sample_details, index.text_details
+    except DamagedStoreError as error:
+        raise PrebakeError(
+            f"{error} Give --images and --model: rows that the index has lost are encoded anew."
+        ) from None
+
+
+def _what_may_be_missing(losses: Losses, num_back: int, source: str, images: Path) -> str:
+    lost = "an unknown number of rows" if losses.commits else f"{losses.rows} rows"
+    return (
+        f"warning: the index had lost {lost}; {num_back} are back, of source '{source}', from "
+        f"{images}. If the store held other sources too, or images that are gone, bake those again."
+    )
+
+
+def _only_source(index: LiveIndex, images: Path, location: str, has_losses: bool) -> str:
     sources = sorted(set(index.sample_details["source"].to_pylist()))
+    if has_losses and images.resolve().name not in sources:
+        raise PrebakeError(
+            f"{location}: its index has lost rows and names of sources. Name the one whose images "
+            f"are in {images} with --source-name: the folder's name at the time, if you gave none."
+        )
+    if has_losses:
+        return images.resolve().name
     if len(sources) > 1:
         raise PrebakeError(
             f"{location} holds several sources: {', '.join(sources)}. Name the one whose images "
@@ -149,10 +197,22 @@ def _config(
     )
 
 
-def _copy_healthy(location: str, manifest: Manifest, damage: Damage) -> int:
-    """Copy what is readable in the damaged shards to new ones; return how many rows."""
+def _num_healthy(index: LiveIndex, damage: Damage) -> int:
+    """Return how many rows of the damaged shards can be read: all of them were copied."""
+    by_shard = (index.rows_by_shard(), index.text_rows_by_shard())
+    in_damaged = sum(
+        len(rows) for each in by_shard for n, rows in each.items() if n in damage.shards
+    )
+    return in_damaged - len(damage.sample_rows) - len(damage.text_rows)
+
+
+def _copy_healthy(location: str, manifest: Manifest, damage: Damage) -> None:
+    """Copy what is readable in the damaged shards to new ones, and bring views up to date.
+
+    In a store of tars the bake has done so already where it wrote rows of them anew.
+    """
     if not damage.findings:
-        return 0
+        return
     with StoreWriter(location, manifest) as writer:
         writer.become_exclusive()
         index = writer.index
@@ -170,4 +230,3 @@ def _copy_healthy(location: str, manifest: Manifest, damage: Damage) -> int:
         )
         writer.move_rows(samples, texts)
         writer.tidy()
-    return sum(map(len, (*samples.values(), *texts.values())))

@@ -20,12 +20,13 @@ Captions, the first that exists:
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,13 +43,14 @@ UNSUPPORTED_SUFFIXES = frozenset(
 )
 CAPTION_SUFFIXES = (".txt", ".caption")  # in order of precedence
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
+_MAX_INT64 = 2**63 - 1
 _KOHYA_REPEATS = re.compile(r"\d+_.+")
 
 # Kinds of warning; each is one line with a count and the first three paths.
 _HIDDEN = "hidden files and folders are skipped"
 _LOOP = "links to a folder that they lie in are skipped"
-_NO_CAPTION = "images without a caption are baked with the empty prompt"
-_EMPTY_CAPTION = "images with an empty caption are baked with the empty prompt"
+_NO_CAPTION = "images without a caption, which get the empty prompt if they are baked"
+_EMPTY_CAPTION = "images with an empty caption, which get the empty prompt if they are baked"
 _SEVERAL = "images with several caption files take the first of .txt, .caption"
 _BOTH = "images with a caption file and a metadata row take the caption file"
 _REPEATS = "folders named like kohya's repeats: their images are baked, repeats are not applied yet"
@@ -103,8 +105,10 @@ class _Warnings(defaultdict[str, list[str]]):
         return tuple(f"{kind}: {_count_and_first(paths)}" for kind, paths in sorted(self.items()))
 
 
-def scan_folder(folder: Path) -> Scan:
+def scan_folder(folder: Path, check: Callable[[], object] = lambda: None) -> Scan:
     """Return every image below `folder` with its caption, every problem, every warning.
+
+    `check` is called between files; what it raises ends the scan.
 
     Raises:
         PrebakeError: where `folder` is no folder, holds nothing that looks like an image,
@@ -116,7 +120,10 @@ def scan_folder(folder: Path) -> Scan:
             f"{folder}: expected a folder of images, but it {found}. Check the path."
         )
     warnings = _Warnings(list)
-    folders = list(_walk(folder, warnings))
+    folders = []
+    for listing in _walk(folder, warnings):
+        folders.append(listing)
+        check()
     rows = _read_metadata(folders)
     images: list[SourceImage] = []
     problems: list[Problem] = []
@@ -127,6 +134,7 @@ def scan_folder(folder: Path) -> Scan:
             detail = "prebake does not read this format; save it as PNG or JPEG"
             problems.append(Problem(_shown(path), Reason.UNSUPPORTED_FORMAT, detail))
         for entry in listing.images:
+            check()
             seen.add(path := listing.prefix + entry.name)
             try:
                 images.append(_source_image(entry, listing, rows.get(path), warnings))
@@ -221,9 +229,8 @@ def _source_image(
     if not stat.S_ISREG(status.st_mode):
         raise ImageProblem(Reason.UNREADABLE, "it is no regular file")
     caption = _caption(path, folder, row, warnings)
-    return SourceImage(
-        path, folder.directory / entry.name, status.st_size, status.st_mtime_ns, caption
-    )
+    mtime_ns = max(-_MAX_INT64, min(status.st_mtime_ns, _MAX_INT64))  # some clocks are far ahead
+    return SourceImage(path, folder.directory / entry.name, status.st_size, mtime_ns, caption)
 
 
 def _caption(path: str, folder: _Folder, row: _Row | None, warnings: _Warnings) -> str:
@@ -237,9 +244,8 @@ def _caption(path: str, folder: _Folder, row: _Row | None, warnings: _Warnings) 
     if names:
         name = min(names, key=_precedence)
         try:
-            # Not Path.open: on a million files pathlib costs more than the reading.
-            with open(f"{folder.directory}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
-                caption = decode_caption(file.read())
+            # No pathlib: on a million files it costs more than the reading.
+            caption = decode_caption(_read_regular(f"{folder.directory}/{name}"))
         except OSError as error:
             raise ImageProblem(
                 Reason.UNREADABLE, f"its caption file {name}: {error.strerror}"
@@ -252,6 +258,19 @@ def _caption(path: str, folder: _Folder, row: _Row | None, warnings: _Warnings) 
     if not caption:
         warnings[_EMPTY_CAPTION].append(path)
     return caption
+
+
+def _read_regular(path: str) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, which would be read without end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - of a descriptor
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", path)
+        return file.read()
 
 
 def _precedence(caption_file: str) -> tuple[int, str]:
@@ -269,7 +288,7 @@ def _read_metadata(folders: list[_Folder]) -> dict[str, _Row]:
     for folder in folders:
         for name in folder.metadata:
             try:
-                data = (folder.directory / name).read_bytes()
+                data = _read_regular(f"{folder.directory}/{name}")
             except OSError as error:
                 mistakes.append(f"{_shown(folder.prefix + name)}: {error.strerror}")
                 continue

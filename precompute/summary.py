@@ -47,12 +47,20 @@ def describe_plan(
     manifest: Manifest,
     config: BakeConfig,
     index: LiveIndex,
+    num_captions_to_encode: int,
     say: Callable[[str], None],
 ) -> None:
-    """Say what the run will do and why, what it will write, and how much room there is."""
+    """Say what the run will do and why, what it will write, and how much room there is.
+
+    Of few files of a kind it names all, of many the first.
+    """
     part = "" if config.part == (1, 1) else f", part {config.worker}"
     say(f"plan for {config.out} (source '{config.source}'{part}):")
-    rows = [(str(count), *key) for key, count in sorted(plan.counts().items())]
+    examples = plan.examples()
+    rows = [
+        (str(count), action, _with_examples(why, count, examples.get((action, why), [])))
+        for (action, why), count in sorted(plan.counts().items())
+    ]
     for line in _table([("files", "action", "why"), *rows]):
         say(line)
     cropped = heavily_cropped(plan)
@@ -73,7 +81,7 @@ def describe_plan(
     num_captions = len({work.image.caption for work in plan.samples()})
     say(
         f"  {num_captions} different captions for {buckets.total()} images "
-        f"({num_captions / buckets.total():.0%}); each is encoded once"
+        f"({num_captions / buckets.total():.0%}); to encode: {num_captions_to_encode}"
     )
     num_bytes = bytes_to_write(plan, manifest, index)
     free = folder_of(config.out).free_bytes()
@@ -81,6 +89,14 @@ def describe_plan(
     say(f"  writes about {num_bytes / 2**20:.1f} MiB{room}")
     if free is not None and num_bytes > free:
         say("  warning: that is more than is free")
+
+
+def _with_examples(why: str, count: int, paths: list[str]) -> str:
+    if not paths:
+        return why
+    if count > len(paths):
+        return f"{why}, such as {paths[0]}"
+    return f"{why}: {', '.join(paths)}"
 
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
@@ -122,11 +138,13 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
         say("interrupted; what was finished is kept. Run the same command to go on.")
     by_others = f", {summary.num_by_others} by other writers" if summary.num_by_others else ""
     rate = summary.num_images_encoded / summary.seconds if summary.seconds else 0.0
+    took = f" in {summary.seconds:.1f} s" if summary.num_images_encoded else ""
+    took += f" ({rate:.2f} images/s)" if summary.num_images_encoded > 1 else ""
     say(
         f"{summary.num_stored} samples written{by_others}, {plan.reused} unchanged, "
         f"{len(plan.dropped)} dropped, {len(summary.problems)} files not stored; "
-        f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded "
-        f"in {summary.seconds:.1f} s ({rate:.2f} images/s)"
+        f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded"
+        f"{took}"
     )
     for note in summary.notes:
         say(note)
@@ -149,5 +167,4 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
         say(f"not stored, see {folder_of(config.out).at(report_name(config))}:")
         for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):
             first = next(p for p in summary.problems if p.reason.value == reason)
-            path = first.path.replace("\n", "\\n")
-            say(f"  {count:>9} {reason}, such as {path}: {first.detail}")
+            say(f"  {count:>9} {reason}, such as {first.path}: {first.detail}")

@@ -80,8 +80,8 @@ def verify(context: click.Context, store: str, full: bool, samples: bool) -> Non
 
     The quick check reads the index and looks for every file and its size: seconds even for a large
     store; it finds what was lost or cut short. --full reads everything, as fast as the disk gives
-    it, and also finds flipped bytes, values that are not finite, and files for plain readers
-    (webdataset, zarr) that lag behind the last commit.
+    it, and also finds flipped bytes and values that are not finite. It also says, without calling
+    it damage, where the files for plain readers (webdataset, zarr) lag behind the last commit.
 
     \b
     prebake store verify stores/cats --full
@@ -105,14 +105,28 @@ def verify(context: click.Context, store: str, full: bool, samples: bool) -> Non
             findings = verify_store(opened or store, full=True, progress=progress.advance)
     else:
         findings = verify_store(opened or store, full=False)
-    for finding in findings:
+    damage = [finding for finding in findings if not finding.is_lag]
+    for finding in damage:
         where = "" if finding.where in finding.what else f"{finding.where}: "
         concerned = name_samples(opened, finding, all_of_them=samples) if opened else ""
         click.echo(f"{where}{finding.what}{f' ({concerned})' if concerned else ''}")
-    result = f"{len(findings)} damaged" if findings else "nothing is wrong"
+    if lagging := sorted({finding.where for finding in findings if finding.is_lag}):
+        named = ", ".join(lagging if samples else lagging[:3])
+        more = "" if samples or len(lagging) <= 3 else f" and {len(lagging) - 3} more"
+        click.echo(
+            f"zarr and webdataset would not see the last commit in {named}{more}: a bake is under "
+            f"way, or was killed. Let it end, or run it again. (prebake sees it.)"
+        )
+    if opened is not None and not opened.index.commits and opened.root.names("samples"):
+        click.echo(
+            f"{store} has shards but no commit: a first bake is under way or was killed, or the "
+            f"index is lost. Run the bake again, or bring index/ back from a copy."
+        )
+    advice = f"{len(damage)} damaged; mend it with 'prebake store repair {store}'"
+    result = advice if damage else "nothing is wrong"
     how = "read all of" if full else "looked at"
     click.echo(f"{how} {checked} in {time.monotonic() - start_s:.1f} s: {result}")
-    if findings:
+    if damage:
         context.exit(1)
 
 
@@ -162,8 +176,8 @@ def gc(store: str, dry_run: bool) -> None:
         return
     num_rows = sum(map(len, (*found.sample_rows.values(), *found.text_rows.values())))
     with Progress(num_rows, "rows", "copying live rows") as progress:
-        removed = collect_garbage(store, progress.advance)
-    click.echo(f"removed about {size(removed.bytes)}, copied {num_rows} rows")
+        collect_garbage(store, progress.advance)
+    click.echo(f"removed about {size(found.bytes)}, copied {num_rows} rows")
 
 
 @store.command()

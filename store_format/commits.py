@@ -1,5 +1,6 @@
 """Commits: the atomic additions that make up a store's index (FORMAT.md, section 6)."""
 
+import errno
 import hashlib
 import json
 import re
@@ -36,6 +37,16 @@ _DIFFERENT = {
 }
 LAST_SEQUENCE = 99_999_999
 MAX_NAME_BYTES = 255  # of a file or folder, as file systems have it
+# With these a file is gone, or something else is in its place; with others it may be whole.
+LOST_ERRNOS = {
+    None,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENODEV,
+    errno.ELOOP,
+    errno.EFBIG,
+}
 COMMIT_FILE = re.compile(r"[0-9]{8}-[0-9a-f]{8}\.json")
 _REMEDY = (
     "Put it back from a copy of the store, or let 'prebake store repair' encode anew what only it "
@@ -188,7 +199,13 @@ def parse_commit(data: bytes, where: str) -> Commit:
 
 
 def damaged_index(where: str, error: Exception) -> DamagedStoreError:
-    """Return the error for a file of the index that cannot be used."""
+    """Return the error for a file of the index that cannot be used.
+
+    Raises:
+        OSError: `error` itself, if the file may be whole: of rights, of a disk that fails.
+    """
+    if isinstance(error, OSError) and error.errno not in LOST_ERRNOS:
+        raise error
     reason = str(error)
     if isinstance(error, ValidationError):
         first = error.errors()[0]

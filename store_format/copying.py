@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from store_format.clashes import find_clashes, select_once
 from store_format.errors import DamagedStoreError, OtherBakeError, PrebakeError
-from store_format.folders import Folder, LocalFolder, Location, folder_of
+from store_format.folders import Folder, Location, folder_of, lie_apart
 from store_format.index import Ints, id_bytes, list_starts
 from store_format.manifest import MANIFEST_NAME, Layout, Manifest
 from store_format.progress import Progress
@@ -145,12 +145,7 @@ def _check_apart(parts: Sequence[Part], root: Folder) -> None:
     """Raise PrebakeError where the target is a source, or one of both lies in the other."""
     for part in parts:
         source = part.store.root
-        if isinstance(source, LocalFolder) and isinstance(root, LocalFolder):
-            theirs, ours = source.path.resolve(), root.path.resolve()
-            is_apart = not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours))
-        else:
-            is_apart = not f"{root}/".startswith(f"{source}/")
-        if not is_apart:
+        if not lie_apart(source, root):
             raise PrebakeError(
                 f"--out {root} and the store {source} are the same, or one lies in the other. "
                 f"Choose an --out of its own."

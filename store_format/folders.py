@@ -18,6 +18,7 @@ from store_format import locks
 from store_format.files import flush_folder, make_folder, publish, replace_file, write_file
 
 Location = str | PathLike[str]
+NOTE_NAME = "lost.json"  # of what an index has lost, until a repair has made it anew
 MAX_READ_BYTES = 1 << 30  # of a file that is read whole: manifest, commit, segment
 
 
@@ -260,3 +261,12 @@ def folder_of(location: Location | Folder) -> Folder:
     from store_format.remote import RemoteFolder
 
     return RemoteFolder(text)
+
+
+def lie_apart(first: Folder, second: Folder) -> bool:
+    """Return whether two folders differ, and neither lies in the other."""
+    if isinstance(first, LocalFolder) and isinstance(second, LocalFolder):
+        a, b = first.path.resolve(), second.path.resolve()
+        return not (a.is_relative_to(b) or b.is_relative_to(a))
+    a_url, b_url = f"{first}/", f"{second}/"
+    return not (a_url.startswith(b_url) or b_url.startswith(a_url))

@@ -5,7 +5,8 @@ Nothing else removes anything: a bake only adds. What goes:
 - shards without live rows, and shard files that no commit lists (of writers that were killed);
 - dead rows inside of shards: their live neighbours are copied to new shards first;
 - texts that no sample has any more;
-- commits and segments that a compaction replaced, or that were never finished.
+- commits and segments that a compaction replaced, or that were never finished;
+- the unfinished work of writers that were killed.
 
 Only names that this format gives (FORMAT.md, section 3) are removed; links are not followed.
 """
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 
 from store_format import webdataset_layout
 from store_format.commits import INDEX_FOLDER
-from store_format.errors import PrebakeError
-from store_format.folders import Folder, LocalFolder, Location, folder_of
+from store_format.errors import DamagedStoreError, PrebakeError
+from store_format.folders import NOTE_NAME, Folder, LocalFolder, Location, folder_of
 from store_format.index import LiveIndex
-from store_format.locks import ReaderLock
+from store_format.locks import STAGING_FOLDER, ReaderLock, dead_work
 from store_format.manifest import Manifest, read_manifest
 from store_format.views import used_texts
 from store_format.writer import StoreWriter
@@ -37,7 +38,7 @@ class Garbage:
     """What can go, and what must be copied for it.
 
     Attributes:
-        stray: paths of files and shard folders that no commit lists.
+        stray: paths of files and shard folders that no commit lists, unfinished work among them.
         dead: names of shards without a live row.
         sample_rows: live rows of each shard of samples that holds dead ones too.
         text_rows: likewise of texts.
@@ -84,6 +85,11 @@ def collect_garbage(
         DamagedStoreError: a live row that must be copied cannot be read.
     """
     root = _local(location)
+    if root.sizes([NOTE_NAME]):
+        raise DamagedStoreError(
+            f"{root} has lost a part of its index. Finish 'prebake store repair {root}' first: "
+            f"what no commit lists may be needed."
+        )
     with StoreWriter(root, read_manifest(root)) as writer:
         writer.become_exclusive()
         alone = ReaderLock(root.path, exclusive=True)
@@ -113,6 +119,7 @@ def _find(root: LocalFolder, manifest: Manifest, index: LiveIndex) -> Garbage:
     sample_rows = _partly_live(index, index.rows_by_shard())
     text_rows = _partly_live(index, _used_text_rows(manifest, index))
     stray = _stray(root, index)
+    stray += [f"{STAGING_FOLDER}/{left.name}" for left in dead_work(root.path / STAGING_FOLDER)]
     files = [path for each in stray for path in _files_below(root, each)]
     copied = {
         name: (sum(file.bytes for file in index.shards[name].files), len(rows))

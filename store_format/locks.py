@@ -122,6 +122,20 @@ def _make_staging(folder: Path, writer: str) -> tuple[Path, int]:
         os.close(descriptor)
 
 
+def dead_work(folder: Path) -> list[Path]:
+    """Return the folders in `staging/` of writers that live no more."""
+    dead = []
+    for left in [] if folder.is_symlink() or not folder.is_dir() else folder.iterdir():
+        with contextlib.suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead.append(left)
+            finally:
+                os.close(descriptor)
+    return dead
+
+
 def _remove_dead(folder: Path) -> None:
     """Remove the unfinished work of writers that live no more; nothing that lies behind a link."""
     if folder.is_symlink() or not folder.is_dir():

@@ -1,5 +1,6 @@
 """Progress that suits its reader: a bar on a terminal, a plain line now and then elsewhere."""
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -8,6 +9,16 @@ from typing import Self
 from tqdm import tqdm
 
 PLAIN_LINE_EVERY_S = 15.0
+
+
+def is_terminal() -> bool:
+    """Whether standard error is a terminal that can show a bar: some have no width."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:
+        return True
 
 
 class Progress:
@@ -19,7 +30,7 @@ class Progress:
         self._done = self._initial = initial
         self._start_s = self._last_line_s = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if is_terminal():
             self._bar = tqdm(
                 total=total, initial=initial, unit=f" {unit}", desc=what, dynamic_ncols=True
             )

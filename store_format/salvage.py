@@ -16,26 +16,30 @@ import pyarrow.compute as pc
 from store_format.commits import (
     COMMIT_FILE,
     INDEX_FOLDER,
+    LOST_ERRNOS,
     Commit,
     parse_commit,
     parse_segment,
     write_commit,
 )
 from store_format.errors import DamagedStoreError, StoreBusyError
-from store_format.folders import Folder
+from store_format.folders import NOTE_NAME, Folder
 from store_format.index import SCHEMAS, Ints, LiveIndex
 from store_format.manifest import Manifest
 from store_format.rows import Text
 
-NOTE_NAME = "lost.json"
-
 
 @dataclass
 class Losses:
-    """What cannot be read of an index: whole commits by name, and segments by path."""
+    """What cannot be read of an index: whole commits by name, and segments by path.
+
+    `rows` of samples were in the segments, some of them perhaps out of date; of a commit nobody
+    knows.
+    """
 
     commits: list[str] = field(default_factory=list)
     segments: list[str] = field(default_factory=list)
+    rows: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.commits or self.segments)
@@ -50,6 +54,7 @@ def restore_index(root: Folder) -> Losses:
     Raises:
         StoreBusyError: another process writes the store.
         NotAStoreError: a commit is of a later version.
+        OSError: a file cannot be read just now, for want of rights, say.
     """
     claim = root.claim(secrets.token_hex(4))
     try:
@@ -68,7 +73,8 @@ def forget_losses(root: Folder, staging: Path) -> None:
 def _noted_losses(root: Folder) -> Losses:
     try:
         found = json.loads(root.read(NOTE_NAME))
-        return Losses(*([str(name) for name in found[kind]] for kind in ("commits", "segments")))
+        commits, segments = (list(map(str, found[kind])) for kind in ("commits", "segments"))
+        return Losses(commits, segments, int(found["rows"]))
     except FileNotFoundError:
         return Losses()
     except (ValueError, KeyError, TypeError):
@@ -108,12 +114,13 @@ def _restore(root: Folder, staging: Path) -> Losses:
             path = f"{INDEX_FOLDER}/{name}"
             try:
                 good.append(parse_commit(root.read(path), root.at(path)))
-            except (DamagedStoreError, OSError):
+            except (DamagedStoreError, OSError) as error:
+                _check_lost(error)
                 bad.add(name.removesuffix(".json"))
     replaced = {name for commit in good for name in commit.replaces}
     bad |= {name for commit in good for name in commit.parents}
     bad -= replaced | {commit.name for commit in good}
-    readable = [(c, *_readable_segments(root, c)) for c in good if c.name not in replaced]
+    readable = [(c, *_readable_segments(root, c, losses)) for c in good if c.name not in replaced]
     damaged = [path for _, _, paths in readable for path in paths]
     if not bad and not damaged:
         return losses
@@ -129,7 +136,15 @@ def _restore(root: Folder, staging: Path) -> Losses:
     return losses
 
 
-def _readable_segments(root: Folder, commit: Commit) -> tuple[dict[str, pa.Table], list[str]]:
+def _check_lost(error: Exception) -> None:
+    """Raise an error with which a file may be whole: nothing is given up that comes back."""
+    if isinstance(error, OSError) and error.errno not in LOST_ERRNOS:
+        raise error
+
+
+def _readable_segments(
+    root: Folder, commit: Commit, losses: Losses
+) -> tuple[dict[str, pa.Table], list[str]]:
     """Return the rows of a commit's segments by kind, and the paths of those that are damaged."""
     tables: dict[str, pa.Table] = {}
     damaged = []
@@ -140,8 +155,10 @@ def _readable_segments(root: Folder, commit: Commit) -> tuple[dict[str, pa.Table
         try:
             where = root.at(segment.path)
             tables[kind] = parse_segment(root.read(segment.path), segment, schema, where)
-        except (DamagedStoreError, OSError):
+        except (DamagedStoreError, OSError) as error:
+            _check_lost(error)
             damaged.append(segment.path)
+            losses.rows += segment.rows if kind == "samples" else 0
     return tables, damaged
 
 

@@ -128,7 +128,8 @@ class Store:
         Raises:
             KeyError: the store holds no such live sample.
         """
-        for row in rows_with_id(self._ids, sample_id):
+        is_id = len(sample_id) == 32 and not set(sample_id) - set("0123456789abcdef")
+        for row in rows_with_id(self._ids, sample_id) if is_id else ():
             if self._variants[row] == variant:
                 return row
         raise KeyError(f"{self.root}: no live sample {sample_id}, variant {variant}")

@@ -29,7 +29,7 @@ from store_format.commits import (
 from store_format.connection import ahead
 from store_format.errors import DamagedStoreError, NotAStoreError, OtherBakeError, PrebakeError
 from store_format.files import sha256_of, write_file
-from store_format.folders import Folder, LocalFolder, Location, folder_of
+from store_format.folders import NOTE_NAME, Folder, LocalFolder, Location, folder_of, lie_apart
 from store_format.locks import LOCK_NAME, STAGING_FOLDER
 from store_format.manifest import MANIFEST_NAME, check_same_bake, read_manifest
 from store_format.remote import RemoteFolder
@@ -148,7 +148,16 @@ class _Transfer:
     # What may be copied where.
 
     def _check_target(self) -> None:
-        """Raise unless the target holds this bake, or nothing."""
+        """Raise unless the target is apart, and holds this bake, or nothing."""
+        if not lie_apart(self._origin, self._target):
+            raise PrebakeError(
+                f"{self._target} and {self._origin} are the same, or one lies in the other. "
+                f"Choose a place of its own."
+            )
+        if self._origin.sizes([NOTE_NAME]):
+            raise DamagedStoreError(
+                f"{self._origin} has lost a part of its index. Run 'prebake store repair' first."
+            )
         name = MANIFEST_NAME
         if self._is_new:
             names = set(self._target.names())

@@ -22,7 +22,7 @@ from store_format.commits import (
     parse_segment,
 )
 from store_format.errors import DamagedStoreError, PrebakeError, one_line
-from store_format.folders import Folder, Location, folder_of
+from store_format.folders import NOTE_NAME, Folder, Location, folder_of
 from store_format.index import SCHEMAS, Ints, id_bytes, id_words, list_starts, rows_with_id
 from store_format.keys import sample_id
 from store_format.places import text_rows_of_texts
@@ -51,12 +51,15 @@ class Finding:
         what: what is wrong, in one line.
         num_samples: how many live samples have something in it.
         rows: their rows in the store; `damaged_rows` tells which of them cannot be read.
+        is_lag: it is a view that is not at the last commit, as while a bake runs or after a kill.
+            Only plain readers look at views, and the next bake or repair writes them anew.
     """
 
     where: str
     what: str
     num_samples: int = 0
     rows: Ints = field(default_factory=lambda: _NO_ROWS, compare=False, repr=False)
+    is_lag: bool = False
 
 
 def verify_store(
@@ -89,7 +92,8 @@ def verify_store(
         return _index_damage(store.root if isinstance(store, Store) else folder_of(store), error)
     contents = _Contents(opened)
     shards = contents.live_shards()
-    findings = [*_lost_empty_text(opened), *(_identity_damage(opened) if full else ())]
+    findings = [*_unfinished_repair(opened.root), *_lost_empty_text(opened)]
+    findings += _identity_damage(opened) if full else ()
     sizes = opened.root.sizes([entry.path for shard in shards for entry in shard.files])
     for shard in shards:
         if damage := _shard_damage(contents, shard, sizes, full):
@@ -151,7 +155,8 @@ def find_damage(store: Store, progress: Callable[[int], None] | None = None) -> 
         progress: is told the bytes of each shard after it was checked.
     """
     findings = verify_store(store, full=True, progress=progress)
-    shards = frozenset(finding.where for finding in findings) & store.index.shards.keys()
+    where = frozenset(finding.where for finding in findings if not finding.is_lag)
+    shards = where & store.index.shards.keys()
     return Damage(findings, shards, *damaged_rows(store, shards))
 
 
@@ -258,6 +263,12 @@ def _index_damage(root: Folder, error: DamagedStoreError) -> list[Finding]:
             except OSError as problem:
                 found.append(str(damaged_index(root.at(segment.path), problem)))
     return [Finding(root.at(INDEX_FOLDER), what) for what in dict.fromkeys(found)]
+
+
+def _unfinished_repair(root: Folder) -> Iterator[Finding]:
+    if root.sizes([NOTE_NAME]):
+        what = "its index has lost rows, and the repair that was begun is not finished"
+        yield Finding(root.at(NOTE_NAME), what)
 
 
 def _lost_empty_text(store: Store) -> Iterator[Finding]:
@@ -398,11 +409,8 @@ def _view_damage(store: Store) -> Iterator[Finding]:
 
 
 def _view_finding(where: str, path: str) -> Finding:
-    what = (
-        f"{path} is not what the index says, so plain readers do not see the last commit; run the "
-        f"same 'prebake precompute' again"
-    )
-    return Finding(where, what)
+    what = f"{path} is not what the index says, so plain readers do not see the last commit"
+    return Finding(where, what, is_lag=True)
 
 
 def is_finite(array: NDArray[Any], dtype: str) -> bool:

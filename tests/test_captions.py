@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,3 +141,16 @@ def test_a_wrong_csv_row_is_named_with_its_line(data: bytes, line: int, message:
     assert found_line == line
     assert isinstance(mistake, str)
     assert message in mistake
+
+
+def test_a_long_run_of_commas_takes_no_time() -> None:
+    caption = "a" + ", " * 500_000 + "b"
+    start_s = time.process_time()
+    assert clean_caption(f"{caption}{', ' * 500_000}") == caption
+    assert time.process_time() - start_s < 5
+
+
+def test_a_csv_field_may_be_as_long_as_a_caption_file() -> None:
+    text = "word " * 100_000
+    rows = list(parse_metadata(f"file_name,text\na.png,{text}\n".encode(), is_csv=True))
+    assert rows == [(2, MetadataRow("a.png", text))]

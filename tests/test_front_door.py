@@ -15,6 +15,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from PIL import Image
+from train_builders import train_store
 
 import prebake
 from precompute.config import BakeConfig
@@ -236,3 +238,33 @@ def test_a_signal_to_run_lets_the_training_write_its_checkpoint(
     assert process.wait(timeout=120) == code
     assert list((tmp_path / "out/run/checkpoints").glob("step-*/state.json"))
     assert (tmp_path / "out/run/run.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [("{file}/x", "Not a directory"), ("{folder}/" + "n" * 300, "File name too long")],
+)
+@pytest.mark.parametrize("command", ["convert", "push"])
+def test_a_place_where_nothing_can_be_is_one_line(
+    tmp_path: Path, command: str, out: str, reason: str
+) -> None:
+    store = train_store(tmp_path / "s").root
+    (tmp_path / "file").touch()
+    place = out.format(file=tmp_path / "file", folder=tmp_path)
+    options = ["--to", "webdataset", "--out", place] if command == "convert" else [place]
+    result = invoke("store", command, str(store), *options)
+    assert result.exit_code == 1
+    assert len(result.output.splitlines()) == 1
+    assert result.output.startswith("Error: ")
+    assert reason in result.output
+
+
+def test_names_of_files_neither_break_a_line_nor_act_on_the_terminal(tmp_path: Path) -> None:
+    images = tmp_path / "pic\ntures"
+    images.mkdir()
+    Image.effect_noise((96, 96), 60).convert("RGB").save(images / "a\nb\x1b[31m.png")
+    options = ["--model", "bundled", "--resolution", "64", "--out", str(tmp_path / "s")]
+    output = invoke("precompute", str(images), *options, "--dry-run").output
+    assert "\x1b" not in output
+    assert "(a\\nb\\x1b[31m.png)" in output
+    assert all(line.startswith(("warning: ", "plan for ", "  ")) for line in output.splitlines())

@@ -3,11 +3,14 @@
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from store_builders import LAYOUTS, Sample, assert_holds, bring_to, build_store, make_manifest
 
+from prebake import cli
 from store_format import open_store
 from store_format.errors import PrebakeError, StoreBusyError
 from store_format.garbage import collect_garbage, find_garbage
+from store_format.manifest import read_manifest
 from store_format.verify import store_hash, verify_store
 from store_format.writer import StoreWriter
 
@@ -155,3 +158,18 @@ def test_a_store_of_many_commits_is_restated_in_few(tmp_path, layout, monkeypatc
     assert_holds(open_store(tmp_path / "s"), [*samples, Sample("new.png")])
     assert len(list((tmp_path / "s/index").glob("*.json"))) <= 6
     shutil.rmtree(tmp_path / "s/staging", ignore_errors=True)
+
+
+def test_the_unfinished_work_of_a_killed_writer_is_garbage(root):
+    collect_garbage(root)
+    left = root / "staging/deadbeef/x.part"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(5000))
+    found = find_garbage(root)
+    assert (found.stray, found.bytes) == (["staging/deadbeef"], 5000)
+    result = CliRunner().invoke(cli, ["store", "gc", str(root)])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "removed about 4.9 KiB, copied 0 rows"
+    assert not (root / "staging").exists()
+    with StoreWriter(root, read_manifest(root)):  # one that lives
+        assert not find_garbage(root)

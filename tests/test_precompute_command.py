@@ -244,17 +244,17 @@ class TestOutput:
             re.sub(r"in [0-9.]+ s \([0-9.]+ images/s\)", "in S s (R images/s)", x) for x in lines
         ]
         assert lines == [
-            "warning: images without a caption are baked with the empty prompt: 2 "
+            "warning: images without a caption, which get the empty prompt if they are baked: 2 "
             "(again.png, none.png)",
             f"plan for {out} (source 'pictures'):",
             "  files  action      why",
             "      4  add         new",
-            "      1  copy        equal image in this run",
-            "      1  not stored  empty_file",
+            "      1  copy        equal image in this run: again.png",
+            "      1  not stored  empty_file: none.png",
             "  files  bucket   to encode",
             "      3  64 x 64  2",
             "      2  80 x 48  2",
-            "  4 different captions for 5 images (80%); each is encoded once",
+            "  4 different captions for 5 images (80%); to encode: 4",
             f"  writes about {written / 2**20:.1f} MiB; N MiB are free",
             "5 samples written, 0 unchanged, 0 dropped, 1 files not stored; "
             "4 images and 4 captions encoded in S s (R images/s)",

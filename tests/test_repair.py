@@ -1,17 +1,22 @@
 """`store repair`: only what cannot be read is encoded anew, and then nothing is wrong any more."""
 
+import errno
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from bake_builders import LAYOUTS, assert_whole, draw_set, hash_of, run_bake, tiny_model
+from bake_builders import LAYOUTS, assert_whole, draw, draw_set, hash_of, run_bake, tiny_model
 from click.testing import CliRunner
 
 from prebake import cli
 from precompute.repair import Outcome, repair_store
 from store_format import open_store
 from store_format.errors import DamagedStoreError, OtherBakeError, PrebakeError
+from store_format.folders import LocalFolder
 from store_format.garbage import collect_garbage
+from store_format.transfer import push as push_store
 from store_format.verify import verify_store
 
 NUM_IMAGES = 12
@@ -99,8 +104,7 @@ def test_a_flipped_byte_costs_one_image(root: Path, images: Path, expected: str)
     del store
     outcome = repair(root, images)
     assert (outcome.num_images_encoded, outcome.num_captions_encoded) == (1, 0)
-    # a tar with a dead row is rewritten by the bake itself, which copies the others
-    assert outcome.num_rows_copied == (others if open_store(root).manifest.layout == "zarr" else 0)
+    assert outcome.num_rows_copied == others
     assert outcome.left == []
     assert hash_of(root) == expected
     assert_whole(root)
@@ -240,3 +244,135 @@ def test_the_command_says_what_it_did(root: Path, images: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"nothing is wrong with {root} any more" in result.output
     assert "images and 0 captions, copied 0 healthy rows" in result.output
+
+
+def test_files_that_were_never_in_the_store_are_none_of_its_business(
+    root: Path, images: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "more" / images.name
+    shutil.copytree(images, more)
+    draw(more / "too_small.png", 1, (8, 8))
+    (more / "broken.png").write_bytes(b"no image")
+    expected = hash_of(root)
+    tensor_file(root, shards(root)[0]).unlink()
+    outcome = repair(root, more)
+    assert (outcome.problems, outcome.left) == ([], [])
+    assert hash_of(root) == expected
+
+
+def test_one_damaged_row_among_healthy_ones(tmp_path: Path, images: Path) -> None:
+    root = tmp_path / "store"
+    run_bake(images, root, "webdataset", shard_max_seconds=60)
+    expected = hash_of(root)
+    store = open_store(root)
+    row = store.sample(0)
+    assert row.place is not None
+    (shard,) = (s for s in store.index.shards.values() if s.name == row.place.shard)
+    num_beside = shard.rows - 1
+    assert num_beside > 0
+    path = root / shard.files[0].path
+    data = bytearray(path.read_bytes())
+    data[row.place.offsets[0]] ^= 1
+    path.write_bytes(data)
+    del store
+    outcome = repair(root, images)
+    assert (outcome.num_images_encoded, outcome.num_rows_copied) == (1, num_beside)
+    assert hash_of(root) == expected
+
+
+def test_views_that_lag_are_brought_up_to_date_and_no_damage(root: Path) -> None:
+    zarr = open_store(root).manifest.layout == "zarr"
+    views = sorted(root.glob("samples/*/*/live/c/0")) if zarr else [root / "shards.txt"]
+    for view in views:
+        view.write_bytes(bytes(view.stat().st_size))
+    before = {shard.name for shard in open_store(root).index.shards.values()}
+    result = CliRunner().invoke(cli, ["store", "repair", str(root)])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"nothing is wrong with {root}"
+    assert verify_store(root, full=True) == []
+    assert {shard.name for shard in open_store(root).index.shards.values()} == before
+
+
+@pytest.fixture
+def two_sources(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Two folders, and a store of both, a commit each; the commit of the second is the last."""
+    first = draw_set(tmp_path / "A", {f"{i}.png": f"first {i}" for i in range(3)})
+    second = draw_set(tmp_path / "B", {f"b{i}.png": f"second {i}" for i in range(3)}, seed=9)
+    root = tmp_path / "both"
+    for images in (first, second):
+        run_bake(images, root)
+    return first, second, root
+
+
+def lose_last_samples(root: Path) -> None:
+    max((root / "index").glob("*.samples.parquet")).write_bytes(b"")
+
+
+def test_what_a_repair_from_one_source_did_not_bring_back_is_said(
+    two_sources: tuple[Path, Path, Path],
+) -> None:
+    first, second, root = two_sources
+    expected = hash_of(root)
+    lose_last_samples(root)
+    said: list[str] = []
+    assert repair(root, first, said).left == []
+    assert f"the index had lost 3 rows; 0 are back, of source 'A', from {first}." in "\n".join(said)
+    run_bake(second, root)  # as it says
+    assert hash_of(root) == expected
+
+
+def test_a_source_that_the_index_has_lost_must_be_named(
+    two_sources: tuple[Path, Path, Path],
+) -> None:
+    _, second, root = two_sources
+    expected = hash_of(root)
+    lose_last_samples(root)
+    with pytest.raises(PrebakeError, match=r"lost rows and names of sources\. .*--source-name"):
+        repair(root, second)
+    said: list[str] = []
+    assert repair(root, second, said, source_name="B").left == []
+    assert hash_of(root) == expected
+    assert not any("warning" in line for line in said)
+
+
+def test_an_unfinished_repair_is_found_and_nothing_is_removed_or_sent(
+    two_sources: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, second, root = two_sources
+    lose_last_samples(root)
+    before = sorted(path for path in root.rglob("*") if path.is_file())
+    with pytest.raises(PrebakeError, match="Give --images and --model"):
+        repair(root, None)
+    assert sorted(path for path in root.rglob("*") if path.is_file()) == before
+    with pytest.raises(PrebakeError, match="--source-name"):
+        repair(root, second)  # which has begun
+    (finding,) = (f for f in verify_store(root, full=True) if not f.is_lag)
+    assert "the repair that was begun is not finished" in finding.what
+    with pytest.raises(DamagedStoreError, match="Finish 'prebake store repair"):
+        collect_garbage(root)
+    with pytest.raises(DamagedStoreError, match="lost a part of its index"):
+        push_store(root, str(tmp_path / "pushed"))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("kind", [".json", ".samples.parquet"])
+def test_an_index_that_cannot_be_read_just_now_is_not_given_up(
+    two_sources: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, number: int, kind: str
+) -> None:
+    first, _, root = two_sources
+    expected, before = hash_of(root), sorted((root / "index").iterdir())
+    real_read = LocalFolder.read
+
+    def read(self: LocalFolder, path: str) -> bytes:
+        if path.startswith("index/") and path.endswith(kind):
+            raise OSError(number, os.strerror(number), self.at(path))
+        return real_read(self, path)
+
+    monkeypatch.setattr(LocalFolder, "read", read)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        repair(root, first)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        verify_store(root, full=True)
+    monkeypatch.undo()
+    assert sorted((root / "index").iterdir()) == before
+    assert hash_of(root) == expected

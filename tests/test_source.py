@@ -12,6 +12,8 @@ from precompute.problems import Reason
 from precompute.source import Scan, scan_folder
 from store_format.errors import PrebakeError
 
+EMPTY = "which get the empty prompt if they are baked"
+
 
 def write(folder: Path, files: dict[str, str | bytes]) -> Path:
     for name, content in files.items():
@@ -94,8 +96,8 @@ def test_missing_and_empty_captions_give_one_warning_each_with_count_and_three_n
     scan = scan_folder(tmp_path)
     assert set(captions(scan).values()) == {""}
     assert scan.warnings == (
-        "images with an empty caption are baked with the empty prompt: 2 (x.png, y.png)",
-        "images without a caption are baked with the empty prompt: 5 (0.png, 1.png, 2.png, ...)",
+        f"images with an empty caption, {EMPTY}: 2 (x.png, y.png)",
+        f"images without a caption, {EMPTY}: 5 (0.png, 1.png, 2.png, ...)",
     )
 
 
@@ -124,8 +126,8 @@ def test_metadata_files_caption_the_images_below_their_own_folder(tmp_path: Path
     }  # fmt: skip
     assert scan.problems == ()
     assert scan.warnings == (
-        "images with an empty caption are baked with the empty prompt: 1 (d/b.png)",
-        "images without a caption are baked with the empty prompt: 2 (f/d.png, f/e.png)",
+        f"images with an empty caption, {EMPTY}: 1 (d/b.png)",
+        f"images without a caption, {EMPTY}: 2 (f/d.png, f/e.png)",
     )
 
 
@@ -326,3 +328,36 @@ def test_the_scan_does_not_depend_on_the_order_of_the_file_system(
 
     monkeypatch.setattr(os, "scandir", Backwards)
     assert scan_folder(tmp_path) == forwards
+
+
+def test_a_caption_or_metadata_file_that_never_ends_is_no_hang(tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": b"", "b.png": b""})
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "b.txt").symlink_to("/dev/zero")
+    scan = scan_folder(tmp_path)
+    assert reasons(scan) == dict.fromkeys(["a.png", "b.png"], Reason.UNREADABLE)
+    assert {problem.detail for problem in scan.problems} == {
+        "its caption file a.txt: it is no regular file",
+        "its caption file b.txt: it is no regular file",
+    }
+    os.mkfifo(tmp_path / "metadata.jsonl")
+    with pytest.raises(PrebakeError, match=r"metadata\.jsonl: it is no regular file"):
+        scan_folder(tmp_path)
+
+
+@pytest.mark.parametrize("mtime_s", [15_000_000_000, -15_000_000_000])
+def test_a_time_that_no_index_can_hold_is_brought_within(tmp_path: Path, mtime_s: int) -> None:
+    write(tmp_path, {"a.png": b""})
+    os.utime(tmp_path / "a.png", ns=(0, mtime_s * 10**9))
+    (image,) = scan_folder(tmp_path).images
+    assert abs(image.mtime_ns) < 2**63
+
+
+def test_a_scan_can_be_stopped(tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": b"", "b.png": b""})
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        scan_folder(tmp_path, stop)

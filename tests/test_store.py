@@ -123,6 +123,8 @@ class StoreConformance:
                 assert opened.sample_ids[row] == sample.sample_id
         with pytest.raises(KeyError, match="no live sample"):
             opened.row_of("00" * 16)
+        with pytest.raises(KeyError, match="no live sample zz"):
+            opened.row_of("zz")
         with pytest.raises(KeyError, match="variant 3"):
             opened.row_of(SAMPLES[-1].sample_id, 3)
 

@@ -141,11 +141,32 @@ def test_verify_prints_one_line_a_damage_and_fails(root):
     quick = prebake("verify", root, code=1).splitlines()
     assert len(quick) == 2
     assert quick[0].startswith(f"{second.path} is missing")
-    assert quick[1].endswith("1 damaged")
+    assert quick[1].endswith(f"1 damaged; mend it with 'prebake store repair {root}'")
     full = prebake("verify", root, "--full", code=1).splitlines()
     assert len(full) == 3
     assert any(line.startswith(f"{first.path}: sha256 differs") for line in full)
-    assert full[-1].endswith("2 damaged")
+    assert full[-1].endswith(f"2 damaged; mend it with 'prebake store repair {root}'")
+
+
+def test_verify_does_not_call_a_view_damaged_that_lags(root):
+    layout = open_store(root).manifest.layout
+    views = sorted(root.glob("samples/*/*/live/c/0")) if layout == "zarr" else [root / "shards.txt"]
+    for view in views:  # as while a bake runs, or after it was killed
+        view.write_bytes(bytes(view.stat().st_size))
+    lines = prebake("verify", root, "--full").splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("zarr and webdataset would not see the last commit in ")
+    named = {view.parents[2].name if layout == "zarr" else view.name for view in views}
+    assert sum(name in lines[0] for name in named) == min(len(named), 3)
+    assert lines[1].endswith("nothing is wrong")
+
+
+def test_verify_says_that_a_store_has_lost_its_index(root):
+    for path in (root / "index").iterdir():
+        path.unlink()
+    lines = prebake("verify", root).splitlines()
+    assert len(lines) == 2
+    assert f"{root} has shards but no commit" in lines[0]
 
 
 def test_verify_names_a_damaged_index(root):
@@ -153,7 +174,7 @@ def test_verify_names_a_damaged_index(root):
     path.write_text("{")
     lines = prebake("verify", root, code=1).splitlines()
     assert lines[0].startswith(f"{path} is damaged")
-    assert re.fullmatch(r"looked at the index in \d+\.\d s: 1 damaged", lines[1])
+    assert re.fullmatch(r"looked at the index in \d+\.\d s: 1 damaged; mend it with .*", lines[1])
 
 
 def test_hash_prints_the_digest_only(root):

@@ -385,3 +385,16 @@ def test_a_copy_without_dead_shards_is_whole_and_stays_so(tmp_path):
         writer.tidy()
     assert verify_store(tmp_path / "copy", full=True) == []
     assert not any((tmp_path / "copy" / name).exists() for name in dead)
+
+
+@pytest.mark.parametrize("inside", ["", "sub", "samples/x"])
+def test_a_store_does_not_travel_into_itself(tmp_path, inside):
+    root = tmp_path / "s"
+    build_store(root, "zarr", [Sample("a.png")])
+    before = sorted(root.rglob("*"))
+    for origin, target in ((root, root / inside), (tmp_path / "s/../s", root / inside)):
+        with pytest.raises(PrebakeError, match="one lies in the other"):
+            push(str(origin), str(target))
+        with pytest.raises(PrebakeError, match="one lies in the other"):
+            pull(str(origin), str(target))
+    assert sorted(root.rglob("*")) == before
