@@ -208,6 +208,12 @@ def say(line: str) -> None:
     click.echo(one_line(line))
 
 
+def announce(line: str) -> None:
+    """Tell a person at a terminal what the seconds before the first line go to."""
+    if sys.stderr.isatty():
+        click.echo(one_line(line), err=True)
+
+
 class StopRequest:
     """Turns the first SIGINT or SIGTERM into a question that long work asks between its steps.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from prebake import StopRequest, config_options, resolve_model, say, validated
+from prebake import StopRequest, announce, config_options, resolve_model, say, validated
 from precompute.config import BakeConfig
 
 
@@ -29,6 +29,7 @@ def precompute(dry_run: bool, **options: Any) -> None:
     """
     config = validated(BakeConfig, options)
     config = config.model_copy(update={"model": resolve_model(config.model)})
+    announce(f"looking into {config.images} and {config.model} ...")
     from precompute.bake import bake
     from precompute.summary import describe_summary
 
@@ -63,6 +64,7 @@ def repair(
     \b
     prebake store repair stores/photos --images photos/ --model path/to/sd15
     """
+    announce(f"looking into {store} ...")
     from precompute.repair import repair_store
 
     outcome = repair_store(

@@ -56,6 +56,13 @@ def describe_plan(
     """
     part = "" if config.part == (1, 1) else f", part {config.worker}"
     say(f"plan for {config.out} (source '{config.source}'{part}):")
+    if not plan.num_of_source_before and len(index):
+        others = Counter(index.sample_details["source"].to_pylist()).most_common(3)
+        named = ", ".join(f"'{name}': {count}" for name, count in others)
+        say(
+            f"  note: this adds a source to those that the store holds ({named}). If these are "
+            f"the same images in another folder, give --source-name"
+        )
     examples = plan.examples()
     rows = [
         (str(count), action, _with_examples(why, count, examples.get((action, why), [])))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from prebake import resolve_model
+from prebake import announce, resolve_model
 from sampling.lora import Lora
 from store_format.errors import PrebakeError
 from store_format.progress import Progress
@@ -82,6 +82,7 @@ def sample(
     files = [Lora.parse(text) for text in loras]
     folder = resolve_model(model)
     columns = [(prompt, seed) for prompt in asked for seed in seeds or (0,)]
+    announce(f"loading {model} ...")
     from sampling.grid import draw_grid
     from sampling.sampler import Sampler
 

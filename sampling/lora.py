@@ -29,6 +29,8 @@ class Lora:
         except ValueError:  # a colon of the file's name
             path, weight = Path(text), 1.0
         file = path / WEIGHTS_NAME if path.is_dir() else path
+        if file.is_file() and file.suffix != ".safetensors":
+            raise PrebakeError(f"--lora {text}: only .safetensors files are read: others run code.")
         if not file.is_file():
             what = f"no {WEIGHTS_NAME} in this folder" if path.is_dir() else "no such file"
             raise PrebakeError(

@@ -38,7 +38,7 @@ class Sampler:
         dtype = torch.float32 if device == "cpu" else torch.float16
         try:
             self._pipeline = StableDiffusionPipeline.from_pretrained(
-                model, safety_checker=None, requires_safety_checker=False
+                model, use_safetensors=True, safety_checker=None, requires_safety_checker=False
             ).to(device, dtype)
         except (OSError, ValueError, RuntimeError, AssertionError) as error:
             reason = " ".join(str(error).split())
@@ -56,7 +56,10 @@ class Sampler:
             with warnings.catch_warnings():  # peft warns of a second adapter
                 warnings.simplefilter("ignore")
                 self._pipeline.load_lora_weights(
-                    path.parent, weight_name=path.name, adapter_name=name
+                    path.parent,
+                    weight_name=path.name,
+                    adapter_name=name,
+                    use_safetensors=True,
                 )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             reason = " ".join(str(error).split())

@@ -227,6 +227,30 @@ class TestUsage:
 
 
 class TestOutput:
+    def test_a_plan_names_what_it_drops_and_changes_and_counts_what_it_encodes(
+        self, images: Path, out: Path
+    ) -> None:
+        draw_set(images, {f"{i}.png": f"caption {i}" for i in range(5)})
+        assert precompute(images, out).exit_code == 0
+        (images / "0.png").unlink()
+        (images / "1.txt").write_text("a new caption")
+        draw(images / "2.png", 77)
+        lines = precompute(images, out, "--dry-run").output.splitlines()
+        assert any(line.endswith("image is gone from the source: 0.png") for line in lines)
+        assert any(line.endswith("image changed: 2.png") for line in lines)
+        assert any("1.png" in line and "caption" in line for line in lines)
+        assert any(line.endswith("(100%); to encode: 1") for line in lines)
+
+    def test_another_folder_for_the_same_store_is_pointed_out(
+        self, images: Path, out: Path, tmp_path: Path
+    ) -> None:
+        assert precompute(images, out).exit_code == 0
+        moved = images.rename(tmp_path / "elsewhere")
+        note = "note: this adds a source to those that the store holds ('pictures': "
+        assert note in precompute(moved, out, "--dry-run").output
+        named = precompute(moved, out, "--source-name", "pictures", "--dry-run").output
+        assert "note:" not in named
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_plan_and_summary_say_the_numbers(self, images: Path, out: Path, layout: str) -> None:
         draw_set(images, {"c.png": "a cat", "wide.png": "cat " * 90}, size=(80, 54), seed=5)

@@ -115,6 +115,9 @@ class TestLora:
     def test_what_is_not_there_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(PrebakeError, match=r"nothing\.safetensors: no such file"):
             Lora.parse("nothing.safetensors")
+        (tmp_path / "a.bin").touch()
+        with pytest.raises(PrebakeError, match=r"only \.safetensors files are read"):
+            Lora.parse(str(tmp_path / "a.bin"))
         with pytest.raises(PrebakeError, match=f"no {WEIGHTS_NAME} in this folder"):
             Lora.parse(str(tmp_path))
 

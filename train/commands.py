@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from prebake import StopRequest, config_options, resolve_model, validated
+from prebake import StopRequest, announce, config_options, resolve_model, validated
 from train.config import TrainConfig
 
 
@@ -24,6 +24,7 @@ def train(dry_run: bool, **options: Any) -> None:
     """
     config = validated(TrainConfig, options)
     config = config.model_copy(update={"model": resolve_model(config.model)})
+    announce("loading PyTorch and what training needs ...")
     from train.loop import train as run_training
 
     with StopRequest() as stop:
