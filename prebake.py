@@ -203,11 +203,6 @@ def _explain(
     return lines
 
 
-def say(line: str) -> None:
-    """Print one line, whatever names of files and folders are in it."""
-    click.echo(one_line(line))
-
-
 def announce(line: str) -> None:
     """Tell a person at a terminal what the seconds before the first line go to."""
     if sys.stderr.isatty():

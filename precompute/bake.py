@@ -18,7 +18,7 @@ from precompute.run import Run
 from precompute.source import Scan, scan_folder
 from precompute.summary import Summary, describe_plan, report_name
 from precompute.texts import StoredTexts
-from store_format.errors import PrebakeError
+from store_format.errors import PrebakeError, one_line
 from store_format.folders import folder_of
 from store_format.index import LiveIndex
 from store_format.manifest import MANIFEST_NAME, Manifest, TensorSpec
@@ -109,7 +109,7 @@ def bake(
     except _Stopped:
         return Summary(Plan(), interrupted=True)
     for warning in scan.warnings:
-        say(f"warning: {warning}")
+        say(one_line(f"warning: {warning}"))
 
     def plan_against(index: LiveIndex) -> Plan:
         with Progress(len(scan.images), "files", "planning") as progress:

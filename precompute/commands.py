@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from prebake import StopRequest, announce, config_options, resolve_model, say, validated
+from prebake import StopRequest, announce, config_options, resolve_model, validated
 from precompute.config import BakeConfig
+from store_format.errors import one_line
 
 
 @click.command()
@@ -34,9 +35,9 @@ def precompute(dry_run: bool, **options: Any) -> None:
     from precompute.summary import describe_summary
 
     with StopRequest() as stop:
-        summary = bake(config, say=say, should_stop=stop, dry_run=dry_run)
+        summary = bake(config, say=click.echo, should_stop=stop, dry_run=dry_run)
     if not dry_run:
-        describe_summary(summary, config, say)
+        describe_summary(summary, config, click.echo)
     stop.exit_if_requested()
 
 
@@ -73,7 +74,7 @@ def repair(
         resolve_model(model) if model else None,
         source_name=source_name,
         device=device,
-        say=say,
+        say=click.echo,
     )
     if outcome.num_damaged:
         click.echo(
@@ -81,7 +82,7 @@ def repair(
             f"captions, copied {outcome.num_rows_copied} healthy rows out of damaged shards"
         )
     for problem in outcome.problems:
-        say(f"not encoded: {problem.path}: {problem.detail}")
+        click.echo(one_line(f"not encoded: {problem.path}: {problem.detail}"))
     for finding in outcome.left:
         click.echo(f"still damaged: {finding.where}: {finding.what}")
     if outcome.left or outcome.problems:

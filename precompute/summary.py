@@ -9,6 +9,7 @@ from precompute.config import BakeConfig
 from precompute.plan import Plan
 from precompute.problems import Problem
 from precompute.work import Action
+from store_format.errors import one_line
 from store_format.folders import folder_of
 from store_format.index import LiveIndex
 from store_format.manifest import Manifest
@@ -54,6 +55,7 @@ def describe_plan(
 
     Of few files of a kind it names all, of many the first.
     """
+    say = _in_lines(say)
     part = "" if config.part == (1, 1) else f", part {config.worker}"
     say(f"plan for {config.out} (source '{config.source}'{part}):")
     if not plan.num_of_source_before and len(index):
@@ -98,6 +100,11 @@ def describe_plan(
         say("  warning: that is more than is free")
 
 
+def _in_lines(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Let names of files neither break a line nor act on a terminal."""
+    return lambda line: say(one_line(line))
+
+
 def _with_examples(why: str, count: int, paths: list[str]) -> str:
     if not paths:
         return why
@@ -140,6 +147,7 @@ def average_crop(plan: Plan) -> float:
 
 def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], None]) -> None:
     """Say what was stored, how, and what was not."""
+    say = _in_lines(say)
     plan = summary.plan
     if summary.interrupted:
         say("interrupted; what was finished is kept. Run the same command to go on.")

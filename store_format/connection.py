@@ -416,11 +416,8 @@ def _own_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         code = response.get("Error", {}).get("Code")
         return status, code if code and not str(code).isdigit() else None
-    for status in (
-        getattr(response, "status_code", None),
-        getattr(error, "status", None),
-        getattr(error, "code", None),
-    ):
+    for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        status = getattr(owner, name, None)  # one by one: aiohttp warns of its `code`
         if isinstance(status, int) and 100 <= status <= 599:
             return status, None
     return None, None

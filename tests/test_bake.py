@@ -951,6 +951,11 @@ class TestFolders:
         run_bake(folder, out, source_name="cafe", dry_run=True)
 
 
+def scanned(num_files: int) -> list[bool]:
+    """Return the answers to a scan of so many files in one folder that asks whether to stop."""
+    return [False] * (1 + num_files)
+
+
 class TestStopping:
     def test_a_stop_keeps_what_is_finished_and_the_next_run_goes_on(
         self, images: Path, out: Path, layout: str, tmp_path: Path
@@ -960,7 +965,7 @@ class TestStopping:
         run_bake(images, tmp_path / "whole", layout)
         total = [0, 0]
         for _ in range(3):
-            stop = iter([False] * 4 + [True]).__next__
+            stop = iter([*scanned(21), *[False] * 4, True]).__next__
             summary = run_bake(images, out, layout, batch_size=2, should_stop=stop)
             assert summary.interrupted
             total = [a + b for a, b in zip(total, counts(summary), strict=True)]
@@ -974,15 +979,22 @@ class TestStopping:
         images, out, layout = (set_of_four[k] for k in ("images", "out", "layout"))
         (images / "a.png").unlink()
         draw_set(images, {"new.png": "new"}, seed=70)
-        answers = iter([False, True])
+        answers = iter([*scanned(4), False, True])
         assert run_bake(images, out, layout, should_stop=lambda: next(answers)).interrupted
         assert "a.png" in baked(out)
         rebake(set_of_four)
         assert "a.png" not in baked(out)
 
+    def test_a_scan_can_be_stopped(self, images: Path, out: Path, layout: str) -> None:
+        draw_set(images, {f"{i:02}.png": "a" for i in range(5)})
+        answers = iter([False, False, True])
+        assert run_bake(images, out, layout, should_stop=lambda: next(answers)).interrupted
+        assert not out.exists()
+
     def test_planning_can_be_stopped(self, images: Path, out: Path, layout: str) -> None:
         draw_set(images, {f"{i:02}.png": "a" for i in range(5)})
-        summary = run_bake(images, out, layout, should_stop=lambda: True)
+        stop = iter([*scanned(5), True]).__next__
+        summary = run_bake(images, out, layout, should_stop=stop)
         assert summary.interrupted
         assert counts(summary) == (0, 0)
         lines: list[str] = []

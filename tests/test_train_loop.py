@@ -216,6 +216,7 @@ CHANGED = {
     "max_grad_norm": 0.5,
     "caption_dropout": 0.25,
     "seed": 1,
+    "order": "shards",
     "mixed_precision": "bf16",
     "attention": "auto",
     "gradient_checkpointing": True,
@@ -442,8 +443,8 @@ def spoil(path, name, value=math.nan):
     """Return a patch by which one sample's tensor comes from the store with one bad number."""
     original = StepDataset._read
 
-    def read(self, step, slots):
-        batch = original(self, step, slots)
+    def read(self, step, slots, allocate):
+        batch = original(self, step, slots, allocate)
         for row, key in enumerate(batch.sample_ids):
             if self._store.sample(self._store.row_of(key)).path == path:
                 batch.tensors[name][row].view(-1)[3] = value
@@ -783,10 +784,10 @@ def test_a_sample_damaged_during_the_run_is_one_line_and_the_run_can_go_on(
     config = config_for(store, model, tmp_path / "r", **options)
     original = Store.read
 
-    def read(self, rows, texts=None):
+    def read(self, rows, *options):
         if self.sample(rows[0]).path == "t1.png":
             raise DamagedStoreError("t1 is damaged.")
-        return original(self, rows, texts)
+        return original(self, rows, *options)
 
     with mock.patch.object(Store, "read", read), pytest.raises(DamagedStoreError) as caught:
         run(config)

@@ -14,7 +14,7 @@ from train.checkpoint import (
 )
 from train.config import TrainConfig
 from train.metrics import METRICS_NAME
-from train.setup import RunSetup
+from train.setup import OF_BLOCKS, RunSetup
 
 
 def state_to_continue(
@@ -52,7 +52,12 @@ def state_to_continue(
     before = dict(state.settings)
     total_before = before.pop("total_steps")
     before.pop("base U-Net")
-    check_settings(before, setup.settings, config.out)
+    now = setup.settings
+    if before.get("order") != now["order"]:  # which says it; the rest follows
+        before, now = (
+            {k: v for k, v in each.items() if k not in OF_BLOCKS} for each in (before, now)
+        )
+    check_settings(before, now, config.out)
     if setup.total_steps < total_before:
         check_settings(
             {"total steps": total_before}, {"total steps": setup.total_steps}, config.out

@@ -20,6 +20,9 @@ from train.loader import Samples
 from train.order import BatchShape, Blocks, Order
 from train.unet import ModelFacts, read_model_facts
 
+OF_BLOCKS = ("order_block_mib", "assignment of samples to shards")
+"""Settings of a run whose order goes by blocks of shards."""
+
 
 @dataclass(frozen=True)
 class RunSetup:
@@ -66,8 +69,8 @@ def set_up(config: TrainConfig, world_size: int) -> RunSetup:
     settings = {k: v for k, v in config.model_dump(mode="json").items() if k not in MAY_CHANGE}
     settings |= {"world_size": world_size, "content of the store": content_hash(store)}
     if blocks is not None:
-        settings |= {"order_block_mib": config.order_block_mib}
-        settings |= {"assignment of samples to shards": assignment_hash(blocks)}
+        of_blocks = config.order_block_mib, assignment_hash(blocks)
+        settings |= dict(zip(OF_BLOCKS, of_blocks, strict=True))
     return RunSetup(store, samples, order, facts, config.max_steps or epochs_steps, settings)
 
 
