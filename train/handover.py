@@ -19,7 +19,7 @@ from store_format.store import Allocate
 
 ALIGNMENT_BYTES = 64
 
-Span = tuple[int, torch.dtype, torch.Size]
+Span = tuple[int, torch.dtype, tuple[int, ...]]
 """Where a tensor lies in a place: its first byte, its dtype and its shape."""
 
 
@@ -30,6 +30,7 @@ class Places:
         """Reserve the memory; the system provides it as it is used."""
         self._place_bytes = -(-place_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = mmap.mmap(-1, num_places * self._place_bytes)
+        self._address = np.frombuffer(self._memory, np.uint8).ctypes.data  # in forks too
         self.free = deque(range(num_places))
 
     def allocator(self, place: int) -> Allocate:
@@ -52,9 +53,9 @@ class Places:
 
     def span(self, place: int, tensor: torch.Tensor) -> Span:
         """Return where a tensor lies that was made of a place's memory."""
-        start = tensor.data_ptr() - self._whole(place).ctypes.data
+        start = tensor.data_ptr() - self._address - place * self._place_bytes
         assert 0 <= start <= self._place_bytes - tensor.nbytes, "a tensor outside of its place"
-        return start, tensor.dtype, tensor.shape
+        return start, tensor.dtype, tuple(tensor.shape)
 
     def take(self, place: int, spans: Sequence[Span]) -> list[torch.Tensor]:
         """Return the tensors of a place. It is free again as soon as nobody holds one of them.
@@ -66,7 +67,7 @@ class Places:
         memory = torch.from_numpy(whole)  # each view of it keeps `whole` alive
         tensors = []
         for start, dtype, shape in spans:
-            num_bytes = shape.numel() * dtype.itemsize
+            num_bytes = math.prod(shape) * dtype.itemsize
             tensors.append(memory[start : start + num_bytes].view(dtype).view(shape))
         return tensors if self.free else [tensor.clone() for tensor in tensors]
 
