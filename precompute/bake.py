@@ -127,12 +127,12 @@ def bake(
                 donor=donor.index if donor is not None else None,
                 repair=repair,
             )
-        held = [StoredTexts(Store(folder_of(config.out), manifest, index))]
+        lost = repair or Repair()
+        stored = Store(folder_of(config.out), manifest, index)
+        held = [StoredTexts(stored, lost.sample_rows, lost.text_keys)]
         held += [StoredTexts(donor)] if donor is not None else []
         captions = {work.image.caption for work in plan.samples()} | {""}
-        texts = {bake_keys.text(caption).text_key for caption in captions}
-        if repair is not None:
-            held, texts = held[1:], {text.text_key for text in repair.texts}
+        texts = {bake_keys.text(caption).text_key for caption in captions} | lost.text_keys
         to_encode = sum(not any(text in store for store in held) for text in texts)
         describe_plan(plan, manifest, config, index, to_encode, say)
         _check_drop(plan, config)

@@ -84,7 +84,7 @@ def repair(
     for problem in outcome.problems:
         click.echo(one_line(f"not encoded: {problem.path}: {problem.detail}"))
     for finding in outcome.left:
-        click.echo(f"still damaged: {finding.where}: {finding.what}")
+        click.echo(f"still damaged: {finding}")
     if outcome.left or outcome.problems:
         context.exit(1)
     any_more = " any more" if outcome.num_damaged else ""

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from precompute.bake_keys import BakeKeys
 from precompute.config import BakeConfig
@@ -61,7 +62,7 @@ class Plan:
             found["drop", GONE].append(tombstone.path)
         for problem in self.problems:
             found["not stored", problem.reason.value].append(problem.path)
-        return {key: sorted(paths)[:NUM_EXAMPLES] for key, paths in found.items()}
+        return {key: nsmallest(NUM_EXAMPLES, paths) for key, paths in found.items()}
 
     def samples(self) -> Iterator[Work]:
         """Yield every sample that is written."""
@@ -87,6 +88,11 @@ class Repair:
     sample_rows: frozenset[int] = frozenset()
     texts: tuple[Text, ...] = ()
     is_index_damaged: bool = False
+
+    @property
+    def text_keys(self) -> frozenset[str]:
+        """The keys of `texts`."""
+        return frozenset(text.text_key for text in self.texts)
 
 
 def make_plan(

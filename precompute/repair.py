@@ -72,7 +72,6 @@ def repair_store(
     if images is None or model is None:
         _check_index(root, location)  # before anything is changed
     losses = restore_index(root)
-    num_lost = losses.rows
     for name in losses.commits:
         say(f"the index has lost commit {name}")
     for path in losses.segments:
@@ -89,8 +88,7 @@ def repair_store(
         outcome.num_damaged += sum(not finding.is_lag for finding in damage.findings)
         for finding in damage.findings:
             if not finding.is_lag:
-                where = "" if finding.where in finding.what else f"{finding.where}: "
-                say(f"{where}{finding.what}")
+                say(str(finding))
         if losses:
             say("to encode anew: all that the index has lost")
         elif must_encode:
@@ -111,7 +109,7 @@ def repair_store(
                 with StoreWriter(location, manifest) as writer:
                     forget_losses(root, writer.staging)
                     num_back = len(writer.index) - len(index)
-                if losses.commits or num_back < num_lost:
+                if losses.commits or num_back < losses.rows:
                     say(_what_may_be_missing(losses, num_back, source, images))
             losses = Losses()
         _copy_healthy(location, manifest, damage)

@@ -63,7 +63,7 @@ class Run:
             StoredTexts(
                 self._store,
                 self._repair.sample_rows,
-                [text.text_key for text in self._repair.texts],
+                self._repair.text_keys,
             ),
             lambda: encoders.text,
             self._sink.reopen,

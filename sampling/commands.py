@@ -1,5 +1,6 @@
 """`prebake sample`: look at what a LoRA does, in a process of its own."""
 
+import math
 import re
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def sample(
         raise click.UsageError("Nothing to draw. Give --prompt TEXT, or --prompts FILE.")
     strengths = _strengths(weights, bool(loras))
     size_px = None if size is None else _size(size)
+    if out.suffix.lower() != ".png":
+        raise click.UsageError(f"--out {out}: expected the name of a .png file.")
     files = [Lora.parse(text) for text in loras]
     folder = resolve_model(model)
     columns = [(prompt, seed) for prompt in asked for seed in seeds or (0,)]
@@ -130,11 +133,14 @@ def _strengths(weights: str | None, has_loras: bool) -> list[float]:
     if not has_loras:
         raise click.UsageError("--weights is for LoRA files: give --lora too.")
     try:
-        return [float(part) for part in weights.split(",")]
+        strengths = [float(part) for part in weights.split(",")]
     except ValueError:
+        strengths = [math.nan]
+    if not all(map(math.isfinite, strengths)):
         raise click.UsageError(
             f"--weights {weights}: expected numbers with commas between, such as 0,0.5,1."
-        ) from None
+        )
+    return strengths
 
 
 def _size(size: str) -> tuple[int, int]:

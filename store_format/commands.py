@@ -107,9 +107,8 @@ def verify(context: click.Context, store: str, full: bool, samples: bool) -> Non
         findings = verify_store(opened or store, full=False)
     damage = [finding for finding in findings if not finding.is_lag]
     for finding in damage:
-        where = "" if finding.where in finding.what else f"{finding.where}: "
         concerned = name_samples(opened, finding, all_of_them=samples) if opened else ""
-        click.echo(f"{where}{finding.what}{f' ({concerned})' if concerned else ''}")
+        click.echo(f"{finding}{f' ({concerned})' if concerned else ''}")
     if lagging := sorted({finding.where for finding in findings if finding.is_lag}):
         named = ", ".join(lagging if samples else lagging[:3])
         more = "" if samples or len(lagging) <= 3 else f" and {len(lagging) - 3} more"

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from store_format.errors import StoreBusyError
@@ -122,27 +123,16 @@ def _make_staging(folder: Path, writer: str) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def dead_work(folder: Path) -> list[Path]:
-    """Return the folders in `staging/` of writers that live no more."""
-    dead = []
-    for left in [] if folder.is_symlink() or not folder.is_dir() else folder.iterdir():
-        with contextlib.suppress(OSError):
-            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                dead.append(left)
-            finally:
-                os.close(descriptor)
-    return dead
+def dead_work(folder: Path) -> Iterator[Path]:
+    """Yield what writers that live no more have left in `staging/`, each locked meanwhile.
 
-
-def _remove_dead(folder: Path) -> None:
-    """Remove the unfinished work of writers that live no more; nothing that lies behind a link."""
+    Nothing that lies behind a link.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
     for left in folder.iterdir():
         if left.is_symlink() or not left.is_dir():
-            left.unlink(missing_ok=True)
+            yield left
             continue
         try:
             descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC)
@@ -150,8 +140,17 @@ def _remove_dead(folder: Path) -> None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            yield left
         except BlockingIOError:
             pass  # its writer lives
         finally:
             os.close(descriptor)
+
+
+def _remove_dead(folder: Path) -> None:
+    """Remove the unfinished work of writers that live no more."""
+    for left in dead_work(folder):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)

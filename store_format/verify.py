@@ -61,6 +61,9 @@ class Finding:
     rows: Ints = field(default_factory=lambda: _NO_ROWS, compare=False, repr=False)
     is_lag: bool = False
 
+    def __str__(self) -> str:
+        return self.what if self.where in self.what else f"{self.where}: {self.what}"
+
 
 def verify_store(
     store: Location | Folder | Store,

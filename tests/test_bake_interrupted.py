@@ -45,21 +45,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(server: WarmBakes, images: Path, out: Path, layout: str, **options: str) -> list[str]:
-    chosen = {
-        "model": str(server.model), "out": str(out), "format": layout, "resolution": "64",
-        "bucket-step": "16", "batch-size": "2", "num-workers": "2", "shard-max-seconds": "0.000001",
-    }  # fmt: skip
-    options = {name.replace("_", "-"): value for name, value in options.items()}
-    pairs = (chosen | options).items()
-    return ["precompute", str(images), *(part for k, v in pairs for part in (f"--{k}", v))]
-
-
 @pytest.fixture(scope="module")
 def expected_hash(server: WarmBakes, images: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the hash of a bake that nothing disturbed."""
     out = tmp_path_factory.mktemp("undisturbed") / "store"
-    assert server.run(command(server, images, out, "zarr")) == 0
+    assert server.run(server.bake_command(images, out, "zarr")) == 0
     assert_whole(out)
     return hash_of(out)
 
@@ -108,7 +98,7 @@ def test_a_polite_signal_ends_the_run_with_its_code_and_all_finished_work(
     number: signal.Signals, expected_code: int,
 ) -> None:  # fmt: skip
     out = tmp_path / "store"
-    arguments = command(server, images, out, layout)
+    arguments = server.bake_command(images, out, layout)
     run = server.start(arguments)
     wait_for_commits(out, 3)
     run.kill(number)
@@ -129,7 +119,7 @@ def test_a_second_signal_ends_the_run_at_once(
     server: WarmBakes, images: Path, tmp_path: Path, layout: str, expected_hash: str
 ) -> None:
     out = tmp_path / "store"
-    arguments = command(server, images, out, layout)
+    arguments = server.bake_command(images, out, layout)
     run = server.start(arguments)
     wait_for_commits(out, 2)
     run.kill(signal.SIGTERM)
@@ -160,7 +150,7 @@ def test_sigkill_at_random_instants_loses_only_the_unfinished_shard(
 ) -> None:
     """A kill counts only if it found work half done; each of them is completed."""
     out = tmp_path / "store"
-    arguments = command(server, images, out, layout)
+    arguments = server.bake_command(images, out, layout)
     draw_instant = random.Random(f"{layout}-{num_kills}").random
     start_s = time.monotonic()
     assert server.run(arguments) == 0
@@ -184,7 +174,7 @@ def test_a_bake_that_is_killed_again_and_again_ends_all_the_same(
     server: WarmBakes, images: Path, tmp_path: Path, layout: str, expected_hash: str
 ) -> None:
     out = tmp_path / "store"
-    arguments = command(server, images, out, layout)
+    arguments = server.bake_command(images, out, layout)
     kills = 0
     while num_live(out) < NUM_IMAGES and kills < 40:
         before = len(list(out.glob("index/*.json")))
@@ -233,18 +223,18 @@ def test_a_bake_that_dies_at_any_file_operation_can_be_completed(
     options = {"source_name": "pictures", "batch_size": "1"}
     images = few_images
     if update:
-        assert server.run(command(server, few_images, start, layout, **options)) == 0
+        assert server.run(server.bake_command(few_images, start, layout, **options)) == 0
         images = edited(tmp_path / "edited", few_images)
     else:
         start.mkdir()
     whole = shutil.copytree(start, tmp_path / "whole")
-    assert server.run(command(server, images, whole, layout, **options)) == 0
+    assert server.run(server.bake_command(images, whole, layout, **options)) == 0
     out = tmp_path / "store"
     number, code = 1, DIED_AT_CALL
     while code == DIED_AT_CALL:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(start, out)
-        arguments = command(server, images, out, layout, **options)
+        arguments = server.bake_command(images, out, layout, **options)
         code = server.run(arguments, die_at_call=number)
         assert code in (DIED_AT_CALL, 0), server.log.read_text()
         assert_valid_after_a_kill(out)
@@ -273,7 +263,7 @@ class TestFullDisk:
         self, server: WarmBakes, images: Path, small_disk: Path, layout: str, expected_hash: str
     ) -> None:
         out = small_disk / "store"
-        arguments = command(server, images, out, layout)
+        arguments = server.bake_command(images, out, layout)
         code = server.run(arguments)
         text = server.log.read_text()
         assert code == 1, text
@@ -291,7 +281,7 @@ class TestFullDisk:
         max_file_bytes: int,
     ) -> None:  # fmt: skip
         out = tmp_path / "store"
-        arguments = command(server, images, out, layout, shard_max_seconds="60")
+        arguments = server.bake_command(images, out, layout, shard_max_seconds="60")
         code = server.run(arguments, max_file_bytes=max_file_bytes)
         text = server.log.read_text()
         assert code == 1, text
@@ -307,7 +297,7 @@ def test_a_bake_waits_while_another_process_has_the_store_alone_and_says_so(
     import fcntl
 
     out = tmp_path / "store"
-    arguments = command(server, images, out, layout)
+    arguments = server.bake_command(images, out, layout)
     assert server.run(arguments) == 0
     lock = os.open(out / "writer.lock", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)  # as a process that tidies holds it

@@ -73,12 +73,7 @@ def test_a_repair_killed_anywhere_can_be_finished(
 ) -> None:
     images = draw_set(tmp_path / "pictures", {f"{i}.png": f"caption {i % 2}" for i in range(4)})
     start, root = tmp_path / "start", tmp_path / "s"
-    bake = [
-        "precompute", str(images), "--model", str(server.model), "--out", str(start),
-        "--format", layout, "--resolution", "64", "--bucket-step", "16", "--batch-size", "2",
-        "--num-workers", "1", "--shard-max-seconds", "0.000001",
-    ]  # fmt: skip
-    assert server.run(bake) == 0, server.log.read_text()
+    assert server.run(server.bake_command(images, start, layout)) == 0, server.log.read_text()
     expected = store_hash(open_store(start))
     if damage == "shard":
         index = open_store(start).index

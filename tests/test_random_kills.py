@@ -192,12 +192,7 @@ def test_a_repair_goes_on_where_it_was_killed(
         tmp_path / "pictures", {f"{i}.png": f"caption {i % 4}" for i in range(2 * num_samples // 5)}
     )
     start, root = tmp_path / "start", tmp_path / "s"
-    bake = [
-        "precompute", str(images), "--model", str(server.model), "--out", str(start),
-        "--format", layout, "--resolution", "64", "--bucket-step", "16", "--batch-size", "2",
-        "--num-workers", "1", "--shard-max-seconds", "0.000001",
-    ]  # fmt: skip
-    assert server.run(bake) == 0, server.log.read_text()
+    assert server.run(server.bake_command(images, start, layout)) == 0, server.log.read_text()
     store = open_store(start)
     expected = store_hash(store)
     shards = [s for s in store.index.shards.values() if s.kind == "samples"]

@@ -199,6 +199,8 @@ class TestCommand:
             ([], "Nothing to draw"),
             (["--prompt", "x", "--weights", "0,1"], "--weights is for LoRA files"),
             (["--prompt", "x", "--lora", "L", "--weights", "0;1"], "expected numbers with commas"),
+            (["--prompt", "x", "--lora", "L", "--weights", "0,nan"], "expected numbers"),
+            (["--prompt", "x", "--out", "g.jpeg2"], "expected the name of a .png file"),
             (["--prompt", "x", "--size", "64"], "expected WIDTHxHEIGHT"),
             (["--prompt", "x", "--size", "60x64"], "each a multiple of 8"),
             (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),

@@ -76,6 +76,17 @@ class WarmBakes:
         self._server.stdin.write(line + "\n")
         self._server.stdin.flush()
 
+    def bake_command(self, images: Path, out: Path, layout: str, **options: str) -> list[str]:
+        """Return the command line of a bake whose every batch is a commit."""
+        chosen = {
+            "model": str(self.model), "out": str(out), "format": layout, "resolution": "64",
+            "bucket-step": "16", "batch-size": "2", "num-workers": "2",
+            "shard-max-seconds": "0.000001",
+        }  # fmt: skip
+        options = {name.replace("_", "-"): value for name, value in options.items()}
+        pairs = (chosen | options).items()
+        return ["precompute", str(images), *(part for k, v in pairs for part in (f"--{k}", v))]
+
     def start(self, arguments: list[str], **faults: Any) -> WarmRun:
         """Start a child that runs the command line; `faults` are those of `_child`."""
         self.log.write_text("")

@@ -94,9 +94,9 @@ def main(
     num_samples: int, num_steps: int, num_workers: int, rounds: int, folder: Path | None
 ) -> None:
     """Measure the loader of training."""
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
         for layout in ("zarr", "webdataset"):
-            dataset = make_dataset(Path(name, layout), layout, num_samples)
+            dataset = make_dataset(Path(place, layout), layout, num_samples)
             counts = (0, num_workers)
             found = [[race(dataset, num_steps, n) for n in counts] for _ in range(rounds)]
             ratios = [beside[0] / alone[0] for alone, beside in found]
@@ -107,12 +107,12 @@ def main(
                 "workers": num_workers,
                 "batch_size": BATCH_SIZE,
             }
-            for name, of_way in zip(
+            for way, of_way in zip(
                 ("in_process", "workers"), zip(*found, strict=True), strict=True
             ):
                 rate, cpu_ms = (statistics.median(column) for column in zip(*of_way, strict=True))
-                figures[f"{name}_samples_per_s"] = round(rate)
-                figures[f"{name}_cpu_ms_per_step"] = round(cpu_ms, 2)
+                figures[f"{way}_samples_per_s"] = round(rate)
+                figures[f"{way}_cpu_ms_per_step"] = round(cpu_ms, 2)
             report(figures, "torch")
             wait = data_wait(dataset, num_steps // 5, num_workers)
             figures = {
