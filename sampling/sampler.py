@@ -8,17 +8,19 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
+from precompute.device import TORCH_DTYPES, choose_compute_dtype, choose_device
 from sampling.lora import Lora
 from store_format.errors import PrebakeError
 from train import xformers_import as xformers_import  # before diffusers, which it keeps quiet
 
-from diffusers import StableDiffusionPipeline  # isort: skip
 from diffusers.utils import logging as diffusers_logging  # isort: skip
 from transformers.utils import logging as transformers_logging  # isort: skip
 
-for library in (diffusers_logging, transformers_logging):
+for library in (diffusers_logging, transformers_logging):  # before the pipeline, which warns
     library.disable_progress_bar()
     library.set_verbosity_error()
+
+from diffusers import StableDiffusionPipeline  # noqa: E402
 
 BATCH_SIZE = 8
 
@@ -33,17 +35,16 @@ class Sampler:
             PrebakeError: the device is not there, the model cannot be loaded, or a file holds
                 nothing that fits its U-Net.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.float32 if device == "cpu" else torch.float16
+        place = choose_device(device)
+        dtype = TORCH_DTYPES[choose_compute_dtype("auto", place)]
         try:
             self._pipeline = StableDiffusionPipeline.from_pretrained(
                 model, use_safetensors=True, safety_checker=None, requires_safety_checker=False
-            ).to(device, dtype)
+            ).to(place, dtype)
         except (OSError, ValueError, RuntimeError, AssertionError) as error:
             reason = " ".join(str(error).split())
             raise PrebakeError(
-                f"--model {model} cannot be loaded on {device}: {reason:.300}"
+                f"--model {model} cannot be loaded on {place}: {reason:.300}"
             ) from error
         self._pipeline.set_progress_bar_config(disable=True)
         self._names: list[str] = []

@@ -94,6 +94,10 @@ class TestSampler:
         with pytest.raises(PrebakeError, match=r"^--lora [^\n]*$"):
             Sampler(str(model), [Lora(file)], "cpu")
 
+    def test_a_device_that_is_not_there_is_refused(self, model: Path) -> None:
+        with pytest.raises(PrebakeError, match=r"^--device gpu cannot be used here [^\n]*$"):
+            Sampler(str(model), (), "gpu")
+
     def test_a_folder_that_is_no_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(PrebakeError, match=r"^--model [^\n]* cannot be loaded on cpu: [^\n]*$"):
             Sampler(str(tmp_path), (), "cpu")

@@ -54,9 +54,9 @@ WALLS = {
         only_in=FRONT_DOOR,
     ),
     "sampling": Wall(  # the only one that holds a whole pipeline
-        allowed="store_format.errors store_format.progress train.xformers_import torch diffusers "
-        "transformers safetensors PIL",
-        forbidden="precompute",
+        allowed="store_format.errors store_format.progress train.xformers_import precompute.device "
+        "torch diffusers transformers safetensors PIL",
+        forbidden="",
         only_in=FRONT_DOOR,
     ),
 }
