@@ -319,6 +319,30 @@ def test_steps_that_are_held_do_not_change(rich_store, num_workers):
     assert_equal_steps(steps_of(dataset, 0, 60, num_workers), steps_of(dataset, 0, 60))
 
 
+def test_a_slow_worker_does_not_hold_up_the_other(rich_store, tmp_path, monkeypatch):
+    """It is asked for fewer steps, and all still come in their order."""
+    dataset = dataset_of(rich_store)
+    expected = steps_of(dataset, 0, 60)
+    read, parent, slow = StepDataset.read, os.getpid(), tmp_path / "slow"
+
+    def read_slowly_in_one(*args):
+        with contextlib.suppress(FileExistsError):
+            slow.mkdir()  # by whoever comes first
+            (slow / str(os.getpid())).touch()
+        if (slow / str(os.getpid())).exists():
+            with (tmp_path / "reads").open("a") as reads:
+                reads.write(".")
+            time.sleep(0.03)
+        assert os.getpid() != parent
+        return read(*args)
+
+    monkeypatch.setattr(StepDataset, "read", read_slowly_in_one)
+    with closing(iterate_steps(dataset, 0, 60, num_workers=2, pin_memory=False)) as steps:
+        for theirs, ours in zip(steps, expected, strict=True):  # held no longer than in training
+            assert_equal_steps([theirs], [ours])
+    assert len((tmp_path / "reads").read_text()) < 26  # 30 if they took turns
+
+
 def children():
     """The process ids of this process's children that still run."""
     pids = set()

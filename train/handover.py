@@ -64,11 +64,10 @@ class Places:
         """
         whole = self._whole(place)
         weakref.finalize(whole, self.free.append, place).atexit = False
-        memory = torch.from_numpy(whole)  # each view of it keeps `whole` alive
-        tensors = []
-        for start, dtype, shape in spans:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            tensors.append(memory[start : start + num_bytes].view(dtype).view(shape))
+        tensors = [  # each keeps `whole` alive
+            torch.frombuffer(whole, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+            for start, dtype, shape in spans
+        ]
         return tensors if self.free else [tensor.clone() for tensor in tensors]
 
     def _whole(self, place: int) -> NDArray[np.uint8]:

@@ -1,7 +1,9 @@
 """Steps of a run, read ahead by processes of their own."""
 
 import gc
+import mmap
 import multiprocessing
+import pickle
 import signal
 import traceback
 import weakref
@@ -9,18 +11,21 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from store_format.errors import PrebakeError
 from train.handover import Places, Span
 from train.loader import MicroBatch, Request, StepDataset
 
-STEPS_AHEAD = 4  # of each process
+STEPS_AHEAD = 6  # of each process
+_GROUP = 2  # steps in one message, for waking a process costs as much as reading some samples
 _SPARE_PLACES = 3  # a step is held while the next is asked for, by frames between too
 _END_WITHIN_S = 10.0
 
@@ -65,33 +70,34 @@ class Readers(Iterator[list[MicroBatch]]):
         self._max_asked = num_workers * STEPS_AHEAD
         self._places = Places(self._max_asked + _SPARE_PLACES, dataset.max_step_bytes)
         context = multiprocessing.get_context("fork")  # so that they share index and places
+        # Steps that each was asked for, and those it has read: it counts them in shared memory.
+        self._num_asked = np.zeros(num_workers, np.int64)
+        self._num_read = np.frombuffer(mmap.mmap(-1, self._num_asked.nbytes), np.int64)
         workers: list[_Worker] = []
-        for _ in range(num_workers):
+        for number in range(num_workers):
             ours, theirs = context.Pipe()
             not_its_own = [*(connection for _, connection in workers), ours]
-            arguments = (dataset, self._places, theirs, not_its_own)
+            num_read = self._num_read[number : number + 1]
+            arguments = (dataset, self._places, theirs, num_read, not_its_own)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             workers.append((process, ours))
         self.close = weakref.finalize(self, _end, workers)
-        self._next_worker = cycle(workers)
-        self._asked = deque[tuple[_Worker, int]]()
+        self._workers = workers
+        self._asked = deque[tuple[_Worker, list[int]]]()  # with the places that it fills
+        self._num_ahead = 0  # steps asked for and not yet handed out
+        self._answered = deque[tuple[int, _Answer]]()  # with the place that is filled
 
     def __next__(self) -> list[MicroBatch]:
-        if len(self._asked) <= self._max_asked // 2:  # several at once: it costs less each
+        if self._num_ahead <= self._max_asked // 2:  # several at once: it costs less each
             self._ask()
-        if not self._asked:
+        if not self._num_ahead:
             raise StopIteration
-        (process, connection), place = self._asked.popleft()
-        try:
-            answer: list[_Left] | Exception = connection.recv()
-        except (EOFError, OSError):
-            process.join(_END_WITHIN_S)
-            raise PrebakeError(
-                f"a process that reads the store has ended (exit code {process.exitcode}), killed "
-                "perhaps for lack of memory. --num-workers 0 does without such processes."
-            ) from None
+        if not self._answered:
+            self._receive()
+        self._num_ahead -= 1
+        place, answer = self._answered.popleft()
         if isinstance(answer, Exception):
             raise answer
         spans = [span for left in answer for span in left.spans.values()]
@@ -99,19 +105,37 @@ class Readers(Iterator[list[MicroBatch]]):
         return [left.micro_batch(tensors) for left in answer]
 
     def _ask(self) -> None:
-        """Ask for as many steps as there are places for, of each process in turn."""
-        while len(self._asked) < self._max_asked and self._places.free:
-            request = next(self._requests, None)
-            if request is None:
+        """Ask for as many steps as there are places for, always of who has least left to read."""
+        while (num := min(self._max_asked - self._num_ahead, len(self._places.free), _GROUP)) > 0:
+            group = []
+            for step, samples in islice(self._requests, num):
+                place = self._places.free.pop()
+                # Left in the place too: so that messages this way never fill a pipe, on which both
+                # sides would wait.
+                self._places.view(place, samples.shape)[:] = samples
+                group.append((place, step, samples.shape))
+            if not group:
                 return
-            step, samples = request
-            worker, place = next(self._next_worker), self._places.free.pop()
-            # Left in the place too: so that messages this way never fill a pipe, on which both
-            # sides would wait.
-            self._places.view(place, samples.shape)[:] = samples
+            number = int((self._num_asked - self._num_read).argmin())
+            worker = self._workers[number]
             with suppress(OSError):  # it has ended, which is found when its answer is missed
-                worker[1].send((place, step, samples.shape))
-            self._asked.append((worker, place))
+                worker[1].send(group)
+            self._num_asked[number] += len(group)
+            self._num_ahead += len(group)
+            self._asked.append((worker, [place for place, _, _ in group]))
+
+    def _receive(self) -> None:
+        """Wait for what was asked first."""
+        (process, connection), places = self._asked.popleft()
+        try:
+            answers: list[_Answer] = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            process.join(_END_WITHIN_S)
+            raise PrebakeError(
+                f"a process that reads the store has ended (exit code {process.exitcode}), killed "
+                "perhaps for lack of memory. --num-workers 0 does without such processes."
+            ) from None
+        self._answered.extend(zip(places, answers, strict=True))
 
 
 _Worker = tuple[ForkProcess, Connection]
@@ -131,8 +155,15 @@ class _Left:
         return MicroBatch(**self.batch, tensors=own, weights=torch.tensor(self.weights))
 
 
+_Answer = list[_Left] | Exception
+
+
 def _serve(
-    dataset: StepDataset, places: Places, connection: Connection, not_its_own: list[Connection]
+    dataset: StepDataset,
+    places: Places,
+    connection: Connection,
+    num_read: NDArray[np.int64],
+    not_its_own: list[Connection],
 ) -> None:
     """Read what the training process asks for, until it closes the connection or ends."""
     for inherited in not_its_own:  # by which a connection would outlive the training process
@@ -145,14 +176,16 @@ def _serve(
         signal.signal(number, signal.SIG_IGN)
     with suppress(EOFError, OSError):
         while True:
-            place, step, shape = connection.recv()
-            samples = places.view(place, shape).copy()
-            connection.send(_read(dataset, places, place, (step, samples)))
+            group = connection.recv()
+            answers = []
+            for place, step, shape in group:
+                samples = places.view(place, shape).copy()
+                answers.append(_read(dataset, places, place, (step, samples)))
+                num_read += 1
+            connection.send_bytes(pickle.dumps(answers, pickle.HIGHEST_PROTOCOL))
 
 
-def _read(
-    dataset: StepDataset, places: Places, place: int, request: Request
-) -> list[_Left] | Exception:
+def _read(dataset: StepDataset, places: Places, place: int, request: Request) -> _Answer:
     try:
         return [
             _Left(
