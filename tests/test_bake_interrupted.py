@@ -142,7 +142,7 @@ def is_unfinished(out: Path) -> bool:
 
 @pytest.mark.parametrize(
     "num_kills",
-    [3, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["some", "many"],
 )
 def test_sigkill_at_random_instants_loses_only_the_unfinished_shard(
