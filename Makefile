@@ -26,7 +26,7 @@ test: $(INSTALLED)  ## run the quick tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 test-slow: $(INSTALLED)  ## run the tests that take minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow --timeout 3600
 
 lint: $(INSTALLED)  ## check style, format and types
 	@$(BIN)/ruff check .

@@ -142,7 +142,7 @@ def is_unfinished(out: Path) -> bool:
 
 @pytest.mark.parametrize(
     "num_kills",
-    [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [3, pytest.param(50, marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
 def test_sigkill_at_random_instants_loses_only_the_unfinished_shard(
@@ -208,10 +208,7 @@ def edited(folder: Path, images: Path) -> Path:
 
 # (layout, every how many calls): all calls take minutes, so `make test` tries some
 SOME_CALLS = [("zarr", 37), ("webdataset", 11)]
-ALL_CALLS = [
-    pytest.param(layout, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
-    for layout in LAYOUTS
-]
+ALL_CALLS = [pytest.param(layout, 1, marks=pytest.mark.slow) for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("layout", "every"), SOME_CALLS + ALL_CALLS)

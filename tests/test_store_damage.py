@@ -531,7 +531,6 @@ def test_several_damaged_files_of_the_index_are_all_named(shards):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_single_flipped_byte_of_a_store_is_found(tmp_path, layout):
     tensors = (("latents", "variant", (1, "h", "w")), ("encoder_hidden_states", "text", (1, 3)))
