@@ -3,7 +3,6 @@
 import gc
 import mmap
 import multiprocessing
-import pickle
 import signal
 import traceback
 import weakref
@@ -128,7 +127,7 @@ class Readers(Iterator[list[MicroBatch]]):
         """Wait for what was asked first."""
         (process, connection), places = self._asked.popleft()
         try:
-            answers: list[_Answer] = pickle.loads(connection.recv_bytes())
+            answers: list[_Answer] = connection.recv()
         except (EOFError, OSError):
             process.join(_END_WITHIN_S)
             raise PrebakeError(
@@ -182,7 +181,7 @@ def _serve(
                 samples = places.view(place, shape).copy()
                 answers.append(_read(dataset, places, place, (step, samples)))
                 num_read += 1
-            connection.send_bytes(pickle.dumps(answers, pickle.HIGHEST_PROTOCOL))
+            connection.send(answers)
 
 
 def _read(dataset: StepDataset, places: Places, place: int, request: Request) -> _Answer:
