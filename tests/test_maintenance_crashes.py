@@ -105,6 +105,42 @@ def test_a_repair_killed_anywhere_can_be_finished(
     assert number > every
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("command", ["gc", "repair"])
+@pytest.mark.parametrize("max_file_bytes", [2_000, 4_000])
+def test_a_file_that_cannot_grow_is_one_line_and_the_command_finishes_later(
+    server: WarmBakes, tmp_path: Path, layout: str, command: str, max_file_bytes: int
+) -> None:
+    images = draw_set(tmp_path / "pictures", {f"{i}.png": f"caption {i % 2}" for i in range(8)})
+    root = tmp_path / "s"
+    bake = server.bake_command(images, root, layout, batch_size="8", shard_max_seconds="60")
+    assert server.run(bake) == 0, server.log.read_text()
+    arguments = ["store", command, str(root)]
+    if command == "gc":  # half of a shard is dead, so its other half is written anew
+        for number in range(4):
+            (images / f"{number}.png").unlink()
+        assert server.run(bake) == 0, server.log.read_text()
+        expected = store_hash(open_store(root))
+        assert find_garbage(root)
+    else:
+        expected = store_hash(open_store(root))
+        arguments += ["--images", str(images), "--model", str(server.model)]
+        (shard,) = [s for s in open_store(root).index.shards.values() if s.kind == "samples"]
+        file = root / max(shard.files, key=lambda file: file.bytes).path
+        file.write_bytes(bytes(file.stat().st_size))
+    code = server.run(arguments, max_file_bytes=max_file_bytes)
+    text = server.log.read_text()
+    assert code == 1, text
+    assert "File too large. What was finished is kept; free some space" in text.splitlines()[-1]
+    assert "Traceback" not in text
+    if command == "gc":
+        assert store_hash(open_store(root)) == expected
+    assert server.run(arguments) == 0, server.log.read_text()
+    assert store_hash(open_store(root)) == expected
+    assert verify_store(root, full=True) == []
+    assert command == "repair" or not find_garbage(root)
+
+
 def test_a_damaged_row_stops_a_collection_before_anything_is_removed(tmp_path: Path) -> None:
     manifest = make_manifest("webdataset", SD1_TENSORS)
     root = tmp_path / "s"
