@@ -120,8 +120,10 @@ class _Transfer:
         self._store = open_store(origin)
         self._manifest = origin.read(MANIFEST_NAME)
         self._live = live_shards(self._store)
-        self._is_new = not target.sizes([MANIFEST_NAME])
-        self._check_target()
+        names = set(target.names())
+        known = target.sizes([COMING_NAME, MANIFEST_NAME])  # in this order: another may be pushing
+        self._is_new = MANIFEST_NAME not in known
+        self._check_target(names | set(known))
         self._commits = self._missing_commits()
 
     def run(self) -> Transfer:
@@ -147,8 +149,8 @@ class _Transfer:
 
     # What may be copied where.
 
-    def _check_target(self) -> None:
-        """Raise unless the target is apart, and holds this bake, or nothing."""
+    def _check_target(self, names: set[str]) -> None:
+        """Raise unless the target, with these names, is apart, and holds this bake, or nothing."""
         if not lie_apart(self._origin, self._target):
             raise PrebakeError(
                 f"{self._target} and {self._origin} are the same, or one lies in the other. "
@@ -160,7 +162,6 @@ class _Transfer:
             )
         name = MANIFEST_NAME
         if self._is_new:
-            names = set(self._target.names())
             is_file = isinstance(self._target, LocalFolder) and self._target.path.is_file()
             if names <= _EMPTY_FOLDER_NAMES and not is_file:
                 return

@@ -388,9 +388,10 @@ def check_target(location: Location | Folder, manifest: Manifest) -> None:
         NotAStoreError: it holds something else.
     """
     root = folder_of(location)
-    if root.sizes([MANIFEST_NAME]):
+    may_become_a_store = _may_become_a_store(root)
+    if root.sizes([MANIFEST_NAME]):  # asked last, for another writer may be making one
         check_same_bake(root, read_manifest(root), manifest)
-    elif not _may_become_a_store(root):
+    elif not may_become_a_store:
         raise NotAStoreError(
             f"{root} is not empty and not a prebake store. Choose an --out that does not exist yet."
         )
@@ -401,4 +402,6 @@ def _may_become_a_store(root: Folder) -> bool:
     if isinstance(root, LocalFolder) and root.path.exists() and not root.path.is_dir():
         return False
     names = set(root.names())
-    return not names or (LOCK_NAME in names and names <= {LOCK_NAME, STAGING_FOLDER, INDEX_FOLDER})
+    if not names <= {LOCK_NAME, STAGING_FOLDER, INDEX_FOLDER}:
+        return False
+    return not names or bool(root.sizes([LOCK_NAME]))  # the first to be made, the last to be listed

@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bake_builders import LAYOUTS, assert_whole, config, draw_set, hash_of, run_bake
@@ -13,8 +15,10 @@ from warm_bakes import WarmBakes
 
 from precompute.bake import bake
 from store_format import open_store
+from store_format.folders import LocalFolder
 from store_format.index import LiveIndex
-from store_format.writer import StoreWriter
+from store_format.manifest import MANIFEST_NAME
+from store_format.writer import StoreWriter, check_target
 
 NUM_IMAGES = 30
 
@@ -174,6 +178,29 @@ class TestStagingFolders:
             assert (first.staging / "mine.part").exists()
         assert not (root / "staging").exists()
 
+    def test_one_that_finds_a_store_being_made_takes_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another makes the store right before each question in turn that the first asks."""
+        names, sizes = LocalFolder.names, LocalFolder.sizes
+        for wait in range(2):
+            root, questions = tmp_path / str(wait), count()
+
+            def others_first(answer: Callable[..., Any]) -> Callable[..., Any]:
+                def ask(*arguments: Any) -> Any:
+                    if next(questions) == wait:  # noqa: B023 - called within this round
+                        with StoreWriter(root, make_manifest("zarr")):  # noqa: B023
+                            pass
+                    return answer(*arguments)
+
+                return ask
+
+            monkeypatch.setattr(LocalFolder, "names", others_first(names))
+            monkeypatch.setattr(LocalFolder, "sizes", others_first(sizes))
+            check_target(root, make_manifest("zarr"))
+            assert next(questions) > wait
+            assert (root / MANIFEST_NAME).exists()
+
     def test_two_that_create_a_store_at_once_agree(self, tmp_path: Path) -> None:
         """Each of many rounds lets two processes race for the manifest."""
         for number in range(20):
@@ -190,5 +217,4 @@ class TestStagingFolders:
                         os._exit(code)
                 children.append(child)
             assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-            assert open_store is not None
             assert (root / "prebake.json").exists()

@@ -5,6 +5,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,27 @@ def test_of_two_bakes_sent_to_one_place_at_once_one_is_refused(layout, tmp_path,
         pass
     push(tmp_path / "a", url)
     assert verify_store(url, full=True) == []
+
+
+@pytest.mark.parametrize("wait", range(4))
+def test_one_that_finds_a_copy_being_made_takes_part(layout, tmp_path, monkeypatch, wait):
+    """Another copies the store right before one of the questions about the target."""
+    build_store(tmp_path / "a", layout, SAMPLES)
+    target, questions = tmp_path / "b", count()
+
+    def others_first(answer):
+        def ask(folder, *arguments):
+            if folder.path == target and next(questions) == wait:
+                push(tmp_path / "a", target)
+            return answer(folder, *arguments)
+
+        return ask
+
+    for name in ("names", "sizes"):
+        monkeypatch.setattr(LocalFolder, name, others_first(getattr(LocalFolder, name)))
+    push(tmp_path / "a", target)
+    assert next(questions) > wait
+    assert verify_store(target, full=True) == []
 
 
 def test_a_place_with_other_things_is_refused(layout, tmp_path):
