@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## bake the bundled pictures and train a LoRA on them, in out/demo
+demo: $(INSTALLED)  ## teach the bundled model a new shape, in out/demo
 	@$(BIN)/prebake demo --out out/demo
 
 test: $(INSTALLED)  ## run the quick tests
@@ -36,6 +36,7 @@ lint: $(INSTALLED)  ## check style, format and types
 bench: $(INSTALLED)  ## run tests/benchmarks; each prints JSON lines
 	@set -e; for script in $(sort $(wildcard tests/benchmarks/*.py)); do $(BIN)/python "$$script"; done
 
-bundled: $(INSTALLED)  ## draw the bundled pictures and model again
+bundled: $(INSTALLED)  ## draw the bundled pictures and train the bundled model again (2 hours)
 	@$(BIN)/python examples/make_pictures.py --out examples/bundled/pictures
-	@$(BIN)/python examples/make_model.py --out examples/bundled/model
+	@$(BIN)/python examples/train_vae.py --out examples/bundled/model --work out/bundled
+	@$(BIN)/python examples/train_unet.py --out examples/bundled/model --work out/bundled

@@ -1,33 +1,28 @@
-"""Write the bundled model: Stable Diffusion 1.x in every class and name, in under 1 MB.
+"""The bundled model's files except for its weights: Stable Diffusion 1.x, only tiny.
 
-The folder loads with `StableDiffusionPipeline.from_pretrained(..., safety_checker=None)`.
-Its weights are random, so it paints noise; what it is for is to run the whole of prebake
-in seconds and without a download. Shapes: latents are an eighth of the picture's side
-and have 4 channels, text is 77 tokens of width 32.
+`train_vae.py` and `train_unet.py` add the weights, and the folder then loads with
+`StableDiffusionPipeline.from_pretrained(..., safety_checker=None)`. Shapes: latents are an
+eighth of the picture's side and have 4 channels, text is 77 tokens of width 64.
 
-The same seed gives the same bytes on every machine and with every version of torch: a
-tensor is drawn by `random.Random` from the seed and its own name, and the configuration
-files hold only what is written here.
+Equal contents give equal bytes, on every machine: the configuration files hold only what
+is written here, and the tokenizer is a pure function of the captions of `sampling.shapes`.
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any, Final
 
 import click
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from make_pictures import caption, picture_rng, random_spec
 from safetensors.torch import save
-from transformers import CLIPTextConfig, CLIPTextModel
+
+from sampling.shapes import caption, picture_rng, random_spec
 
 NUM_TOKENS: Final = 77
-TEXT_WIDTH: Final = 32
+TEXT_WIDTH: Final = 64
 NUM_LATENT_CHANNELS: Final = 4
 NUM_TOKENIZER_CAPTIONS: Final = 2_000
 
@@ -40,34 +35,35 @@ END_OF_WORD: Final = "</w>"
 # for a mistake in the files of diffusers before 0.9.
 DIFFUSERS_VERSION: Final = "0.35.0"
 
+# `train_vae.py` measures the `scaling_factor` and adds it. One group a norm: with as many
+# groups as channels, as 8 of 8, each channel's mean is lost, and with it every flat colour.
 VAE: Final[dict[str, Any]] = {
     "_class_name": "AutoencoderKL",
     "_diffusers_version": DIFFUSERS_VERSION,
     "act_fn": "silu",
-    "block_out_channels": [8, 8, 16, 16],
+    "block_out_channels": [8, 16, 32, 64],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "in_channels": 3,
     "latent_channels": NUM_LATENT_CHANNELS,
     "layers_per_block": 1,
-    "norm_num_groups": 4,
+    "norm_num_groups": 1,
     "out_channels": 3,
     "sample_size": 64,
-    "scaling_factor": 0.18215,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
 
-# One level less than SD 1.x, so that latents from 6 to 12 a side, odd ones too, survive
-# the halving. As there, the last level has no attention and `attention_head_dim` means
-# the number of heads.
+# Two levels where SD 1.x has four, so that latents from 6 to 12 a side, odd ones too,
+# survive the halving. Both have attention, for the lower one is where a shape is decided.
+# As in SD 1.x, `attention_head_dim` means the number of heads.
 UNET: Final[dict[str, Any]] = {
     "_class_name": "UNet2DConditionModel",
     "_diffusers_version": DIFFUSERS_VERSION,
     "act_fn": "silu",
-    "attention_head_dim": 2,
-    "block_out_channels": [16, 32],
+    "attention_head_dim": 4,
+    "block_out_channels": [64, 96],
     "center_input_sample": False,
     "cross_attention_dim": TEXT_WIDTH,
-    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 2,
     "downsample_padding": 1,
     "flip_sin_to_cos": True,
     "freq_shift": 0,
@@ -78,7 +74,7 @@ UNET: Final[dict[str, Any]] = {
     "norm_num_groups": 8,
     "out_channels": NUM_LATENT_CHANNELS,
     "sample_size": 8,
-    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D"] * 2,
 }
 
 TEXT_ENCODER: Final[dict[str, Any]] = {
@@ -86,12 +82,12 @@ TEXT_ENCODER: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
     "hidden_act": "quick_gelu",
     "hidden_size": TEXT_WIDTH,
-    "intermediate_size": 2 * TEXT_WIDTH,
+    "intermediate_size": 4 * TEXT_WIDTH,
     "layer_norm_eps": 1e-05,
     "max_position_embeddings": NUM_TOKENS,
     "model_type": "clip_text_model",
     "num_attention_heads": 4,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "projection_dim": TEXT_WIDTH,
     # What it is read as, as diffusers reads the others; transformers 5 would keep the
     # fp16 of the file, and a pipeline of mixed dtypes fails.
@@ -139,62 +135,22 @@ MODEL_INDEX: Final[dict[str, Any]] = {
     "vae": ["diffusers", "AutoencoderKL"],
 }
 
-# Constant log variance of the VAE's posterior: its noise stays far below its mean.
-LOG_VARIANCE: Final = -10.0
+
+def write_settings(folder: Path) -> dict[str, int]:
+    """Write the index, the scheduler and the tokenizer; return the tokenizer's vocabulary."""
+    write_json(folder / "model_index.json", MODEL_INDEX)
+    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    return write_tokenizer(folder / "tokenizer")
 
 
-def write_model(folder: Path, *, seed: int) -> None:
-    """Write the whole pipeline of `seed` into `folder`."""
-    vocab = write_tokenizer(folder / "tokenizer")
-    text_encoder = TEXT_ENCODER | {
+def text_encoder_config(vocab: dict[str, int]) -> dict[str, Any]:
+    """Return the text encoder's configuration for a tokenizer of this vocabulary."""
+    return TEXT_ENCODER | {
         "bos_token_id": vocab[BOS],
         "eos_token_id": vocab[EOS],
         "pad_token_id": vocab[EOS],
         "vocab_size": len(vocab),
     }
-    _write_json(folder / "model_index.json", MODEL_INDEX)
-    _write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
-    _write_json(folder / "text_encoder" / "config.json", text_encoder)
-    _write_json(folder / "unet" / "config.json", UNET)
-    _write_json(folder / "vae" / "config.json", VAE)
-    with torch.device("meta"):  # only names and shapes are wanted
-        vae = AutoencoderKL.from_config(VAE)
-        unet = UNet2DConditionModel.from_config(UNET)
-        clip = CLIPTextModel(CLIPTextConfig(**text_encoder))
-    vae_weights = draw_weights(tensor_shapes(vae), seed)
-    _shape_posterior(vae_weights)
-    clip_shapes = {_with_prefix(name): shape for name, shape in tensor_shapes(clip).items()}
-    _write_weights(folder / "vae" / "diffusion_pytorch_model.safetensors", vae_weights)
-    _write_weights(
-        folder / "unet" / "diffusion_pytorch_model.safetensors",
-        draw_weights(tensor_shapes(unet), seed),
-    )
-    _write_weights(folder / "text_encoder" / "model.safetensors", draw_weights(clip_shapes, seed))
-
-
-def tensor_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """List the shape of every tensor that a model saves."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def draw_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    """Draw fp32 weights that keep the variance of what passes through them.
-
-    Matrices, kernels and embeddings are uniform with variance 1 / fan-in, scales are 1
-    and biases 0. Source: LeCun et al. 1998, "Efficient BackProp", section 4.6.
-    """
-    weights = {}
-    for name, shape in shapes.items():
-        if name.endswith("bias"):
-            weights[name] = torch.zeros(shape)
-        elif len(shape) == 1:
-            weights[name] = torch.ones(shape)
-        else:
-            rng = Random(f"prebake model {seed} {name}")
-            bound = math.sqrt(3 / math.prod(shape[1:]))
-            values = [bound * (2 * rng.random() - 1) for _ in range(math.prod(shape))]
-            weights[name] = torch.tensor(values, dtype=torch.float32).reshape(shape)
-    return weights
 
 
 def train_bpe(words: Counter[str]) -> list[tuple[str, str]]:
@@ -230,9 +186,9 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     tokens += [left + right for left, right in merges]
     tokens += [BOS, EOS]
     vocab = {token: number for number, token in enumerate(tokens)}
-    _write_json(folder / "vocab.json", vocab)
-    _write_json(folder / "special_tokens_map.json", SPECIAL_TOKENS)
-    _write_json(folder / "tokenizer_config.json", TOKENIZER)
+    write_json(folder / "vocab.json", vocab)
+    write_json(folder / "special_tokens_map.json", SPECIAL_TOKENS)
+    write_json(folder / "tokenizer_config.json", TOKENIZER)
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     _write_text(folder / "merges.txt", "\n".join(lines) + "\n")
     return vocab
@@ -247,6 +203,18 @@ def byte_letters() -> list[str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = range(0x100, 0x100 + 256 - len(printable))
     return [chr(code) for code in (*printable, *others)]
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write tensors in fp16, sorted by name."""
+    halves = {name: weights[name].to(torch.float16).contiguous() for name in sorted(weights)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(save(halves, metadata={"format": "pt"}))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON with its keys in the order given."""
+    _write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _caption_words() -> Iterable[str]:
@@ -265,28 +233,6 @@ def _merge(symbols: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     return tuple(merged)
 
 
-def _shape_posterior(weights: dict[str, torch.Tensor]) -> None:
-    """Make scaled latents of about unit variance, with little noise, as a trained VAE does."""
-    mean, log_variance = weights["quant_conv.weight"].chunk(2)
-    mean /= VAE["scaling_factor"]
-    log_variance.zero_()
-    weights["quant_conv.bias"][NUM_LATENT_CHANNELS:] = LOG_VARIANCE
-
-
-def _with_prefix(name: str) -> str:
-    """Name a text encoder's tensor as SD 1.x folders do; transformers 5 drops the prefix."""
-    return name if name.startswith("text_model.") else f"text_model.{name}"
-
-
-def _write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    halves = {name: weights[name].to(torch.float16) for name in sorted(weights)}
-    path.write_bytes(save(halves, metadata={"format": "pt"}))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8", newline="\n")
@@ -294,13 +240,10 @@ def _write_text(path: Path, text: str) -> None:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write to.")
-@click.option(
-    "--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the weights."
-)
-def main(out: Path, seed: int) -> None:
-    """Write a tiny Stable Diffusion 1.x model with random weights."""
-    write_model(out, seed=seed)
-    click.echo(f"model in {out}")
+def main(out: Path) -> None:
+    """Write the index, the scheduler and the tokenizer of the bundled model."""
+    write_settings(out)
+    click.echo(f"settings and tokenizer in {out}")
 
 
 if __name__ == "__main__":
