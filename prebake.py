@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
@@ -35,6 +35,7 @@ _LAZY_COMMANDS = {
     "precompute": ("precompute.commands", "Bake captioned images into a store."),
     "train": ("train.commands", "Train a LoRA from a store, with only the U-Net in memory."),
     "sample": ("sampling.commands", "Draw prompts with a model and LoRA files, as a grid."),
+    "demo": ("sampling.commands", "See a LoRA learn a new shape, in minutes, on a tiny model."),
     "store": ("store_format.commands", "Look into a store, check it, mend it, copy it."),
 }
 _LAZY_SUBCOMMANDS = {
@@ -101,7 +102,7 @@ class FrontDoor(click.Group):
         except PrebakeError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
-            click.echo("interrupted; what was finished is kept, run it again to go on", err=True)
+            click.echo("interrupted; what was written is kept, run it again to finish", err=True)
             raise click.exceptions.Exit(128 + signal.SIGINT) from None
         except OSError as error:
             if error.errno in _FULL_DISK:
@@ -297,8 +298,8 @@ def run(name: str, file: Path, dry_run: bool) -> None:
         resolved = {"store": bake.model_dump(mode="json"), "run": training.model_dump(mode="json")}
         click.echo(json.dumps(resolved, indent=2))
         return
-    call("precompute", bake)
-    call("train", training)
+    call("precompute", command_line(bake))
+    call("train", command_line(training))
 
 
 def resolve_run(file: Path, name: str) -> "tuple[BaseModel, BaseModel]":
@@ -379,22 +380,25 @@ def command_line(config: "BaseModel") -> list[str]:
     return arguments + options
 
 
-def call(command: str, config: "BaseModel", *, num_threads: int | None = None) -> None:
+def call(command: str, arguments: Sequence[str], *, num_threads: int | None = None) -> None:
     """Run one prebake command in a fresh process, after showing it; fail as it fails.
 
     The child has a process group of its own and gets each signal once, from here: Ctrl-C then lets
     it finish what it must.
     """
-    arguments = [command, *command_line(config)]
     threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
     shown = [f"{name}={value}" for name, value in threads.items()]
-    click.echo(f"$ {shlex.join([*shown, 'prebake', *arguments])}")
+    click.echo(f"$ {shlex.join([*shown, 'prebake', command, *arguments])}")
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "prebake", *arguments],
+        [sys.executable, "-P", "-m", "prebake", command, *arguments],
         process_group=0,
         env=os.environ | threads,
     )
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+    ]
     before = {s: signal.signal(s, lambda n, frame: process.send_signal(n)) for s in signals}
     try:
         code = process.wait()
@@ -403,45 +407,6 @@ def call(command: str, config: "BaseModel", *, num_threads: int | None = None) -
             signal.signal(number, handler)
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
-
-
-@cli.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("prebake-demo"),
-    show_default=True,
-    help="Folder for the results.",
-)
-def demo(out: Path) -> None:
-    """Bake the bundled pictures and train a small LoRA on the bundled model."""
-    from precompute.config import BakeConfig
-    from train.config import TrainConfig
-
-    pictures, store, result = bundled_folder() / "pictures", out / "store", out / "run"
-    call(
-        "precompute",
-        BakeConfig(images=pictures, model="bundled", out=str(store), resolution=64, bucket_step=16),
-        num_threads=1,  # more only get in each other's way on so small a model
-    )
-    call(
-        "train",
-        TrainConfig(
-            store=str(store),
-            model="bundled",
-            out=result,
-            max_steps=200,
-            rank=8,
-            alpha=8,
-            batch_size=4,
-            learning_rate=1e-3,
-            num_workers=0,
-        ),
-        num_threads=1,
-    )
-    click.echo(f"The store:         {store}  (look into it: prebake store inspect {store})")
-    click.echo(f"The LoRA:          {result / 'pytorch_lora_weights.safetensors'}  (diffusers)")
-    click.echo(f"The loss curve:    {result / 'loss.png'}")
 
 
 if __name__ == "__main__":

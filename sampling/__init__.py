@@ -1,1 +1,1 @@
-"""Pictures from a model and LoRA files. Never part of baking or training."""
+"""Pictures from a model and LoRA files, and the demo. Never part of baking or training."""

@@ -1,5 +1,6 @@
 """Which LoRA files are sampled with, and how strongly."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,19 +22,30 @@ class Lora:
         """Read `FILE` or `FILE:WEIGHT`; FILE may be the folder of a training run.
 
         Raises:
-            PrebakeError: there is no such file, or no LoRA in the folder.
+            PrebakeError: there is no such file, or no LoRA in the folder, or WEIGHT is no number.
         """
         name, colon, number = text.rpartition(":")
-        try:
-            path, weight = (Path(name), float(number)) if colon else (Path(text), 1.0)
-        except ValueError:  # a colon of the file's name
-            path, weight = Path(text), 1.0
-        file = path / WEIGHTS_NAME if path.is_dir() else path
+        path, weight = Path(text), 1.0
+        if colon and name and not path.exists():  # or the colon is of the file's name
+            path, weight = Path(name), _number(number)
+            if path.exists() and not math.isfinite(weight):
+                raise PrebakeError(
+                    f"--lora {text}: the weight after the colon, {number!r}, is not a number. "
+                    f"Give FILE:WEIGHT, such as {name}:0.8."
+                )
+        file = path / WEIGHTS_NAME if path.is_dir() and text else path
         if file.is_file() and file.suffix != ".safetensors":
             raise PrebakeError(f"--lora {text}: only .safetensors files are read: others run code.")
         if not file.is_file():
-            what = f"no {WEIGHTS_NAME} in this folder" if path.is_dir() else "no such file"
+            what = f"no {WEIGHTS_NAME} in this folder" if path.is_dir() and text else "no such file"
             raise PrebakeError(
-                f"--lora {text}: {what}. Give a .safetensors file or a run's folder."
+                f"--lora {text or repr(text)}: {what}. Give a .safetensors file or a run's folder."
             )
         return cls(file, weight)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
