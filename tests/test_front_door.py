@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -238,6 +239,29 @@ def test_a_signal_to_run_lets_the_training_write_its_checkpoint(
     assert process.wait(timeout=120) == code
     assert list((tmp_path / "out/run/checkpoints").glob("step-*/state.json"))
     assert (tmp_path / "out/run/run.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_the_stage_too_but_not_under_nohup(
+    pipelines: Callable[..., Path], is_ignored: bool
+) -> None:
+    file = pipelines("{store: cats, max_steps: 1, out: o}")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "prebake", "run", "style-a", "-f", str(file)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if is_ignored else None,
+    )
+    caught = 1 << (signal.SIGTERM if is_ignored else signal.SIGHUP) - 1
+    with process:
+        status = Path(f"/proc/{process.pid}/status")
+        while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) & caught:
+            time.sleep(0.01)
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid, signal.SIGHUP)
+        expected = 1 if is_ignored else 129  # the stage's own failure: it has no pictures
+        assert process.wait(timeout=120) == expected
+    assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.parametrize(
