@@ -394,11 +394,9 @@ def call(command: str, arguments: Sequence[str], *, num_threads: int | None = No
         process_group=0,
         env=os.environ | threads,
     )
-    signals = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
-    ]
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        signals.append(signal.SIGHUP)
     before = {s: signal.signal(s, lambda n, frame: process.send_signal(n)) for s in signals}
     try:
         code = process.wait()

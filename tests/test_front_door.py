@@ -236,7 +236,10 @@ def test_a_signal_to_run_lets_the_training_write_its_checkpoint(
         assert process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
-    assert process.wait(timeout=120) == code
+    try:
+        assert process.wait(timeout=120) == code
+    finally:
+        process.terminate()  # where it did not end, and its stage with it
     assert list((tmp_path / "out/run/checkpoints").glob("step-*/state.json"))
     assert (tmp_path / "out/run/run.safetensors").exists()
 
@@ -246,11 +249,12 @@ def test_a_closed_terminal_ends_the_stage_too_but_not_under_nohup(
     pipelines: Callable[..., Path], is_ignored: bool
 ) -> None:
     file = pipelines("{store: cats, max_steps: 1, out: o}")
+    hangup = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "prebake", "run", "style-a", "-f", str(file)],
         stdout=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if is_ignored else None,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
     )
     caught = 1 << (signal.SIGTERM if is_ignored else signal.SIGHUP) - 1
     with process:
