@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -81,12 +82,16 @@ def demo_in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path, *options: s
     from prebake import cli
 
     def call(command: str, arguments: list[str], *, num_threads: int) -> None:
-        assert num_threads == 1
+        torch.set_num_threads(num_threads)
         result = CliRunner().invoke(cli, [command, *arguments])
         assert result.exit_code == 0, result.output
 
     monkeypatch.setattr(commands, "call", call)
-    result = CliRunner().invoke(cli, ["demo", "--out", str(out), *options])
+    before = torch.get_num_threads()
+    try:
+        result = CliRunner().invoke(cli, ["demo", "--out", str(out), *options])
+    finally:
+        torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     return result.output
 
