@@ -36,7 +36,7 @@ lint: $(INSTALLED)  ## check style, format and types
 bench: $(INSTALLED)  ## run tests/benchmarks; each prints JSON lines
 	@set -e; for script in $(sort $(wildcard tests/benchmarks/*.py)); do $(BIN)/python "$$script"; done
 
-bundled: $(INSTALLED)  ## draw the bundled pictures and train the bundled model again (2 hours)
+bundled: $(INSTALLED)  ## draw the bundled pictures and train the bundled model again (1 1/2 hours)
 	@$(BIN)/python examples/make_pictures.py --out examples/bundled/pictures
 	@$(BIN)/python examples/train_vae.py --out examples/bundled/model --work out/bundled
 	@$(BIN)/python examples/train_unet.py --out examples/bundled/model --work out/bundled

@@ -1,6 +1,7 @@
 """Pictures in a labelled grid: a name beside each row, a text beneath each column."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import matplotlib
@@ -80,6 +81,7 @@ def _draw_band(
     return band
 
 
+@cache
 def _font() -> ImageFont.FreeTypeFont:
     """Return DejaVu Sans, which comes with matplotlib: Pillow's own font has few accents."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"

@@ -148,8 +148,9 @@ class Sampler:
             ).images  # [B, H, W, 3] f32 in 0..1
             if not np.isfinite(images).all():
                 raise PrebakeError(
-                    f"with weight {strength:g} the model's pictures are not finite numbers. Give "
-                    f"lower weights, or see whether the LoRA holds finite ones."
+                    f"with weight {strength:g} the model's pictures are not finite numbers: the "
+                    f"weight is too high, or a file holds such numbers. Give a lower weight, or "
+                    f"another file."
                 )
             pictures += self._pipeline.image_processor.numpy_to_pil(images)
             advance(len(batch))

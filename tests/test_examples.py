@@ -28,31 +28,19 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from shape_builders import CENTRED
 from training_loop import Recipe
 from training_pictures import SIZES_PX, draw_pictures, to_pixels, to_tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from sampling import shapes
-from sampling.shapes import COLOURS, NEW_SHAPES, PATTERNS, SHAPES, PictureSpec
+from sampling.shapes import COLOURS, NEW_SHAPES, PATTERNS, SHAPES
 
 REPO = Path(__file__).parents[1]
 PICTURES = REPO / "examples" / "bundled" / "pictures"
 MODEL = REPO / "examples" / "bundled" / "model"
 MAX_PICTURE_BYTES = 3_000
 MAX_MODEL_BYTES = 12_000_000
-
-CENTRED = PictureSpec(
-    width_px=96,
-    height_px=64,
-    shape="circle",
-    colour="red",
-    background="blue",
-    pattern="plain",
-    size="medium",
-    place="centre",
-    radius=0.25,
-    centre=(0.5, 0.5),
-)
 
 # Worked out by geometry, for a half width of 1. The heart curve encloses 180 pi / 16^2
 # (MathWorld, "Heart Curve", equation 10); the moon was integrated on a 2000 x 2000 grid.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
+from shape_builders import CENTRED as CENTRED_WIDE
 
 from sampling import judge
 from sampling.judge import Reading, read
@@ -27,18 +28,7 @@ ALL_SHAPES = sorted(SHAPES | NEW_SHAPES)
 BLUR_PX = 0.8
 NOISE = 8.0  # standard deviation, of 255
 
-CENTRED = PictureSpec(
-    width_px=64,
-    height_px=64,
-    shape="circle",
-    colour="red",
-    background="blue",
-    pattern="plain",
-    size="medium",
-    place="centre",
-    radius=0.25,
-    centre=(0.5, 0.5),
-)
+CENTRED = replace(CENTRED_WIDE, width_px=64)
 
 
 def pixels_of(spec: PictureSpec) -> NDArray[np.uint8]:
