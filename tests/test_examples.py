@@ -574,6 +574,22 @@ def test_the_loss_of_noise_is_weighted_by_the_clipped_snr() -> None:
     assert got.item() == pytest.approx(np.mean(np.clip(snr, 0.05, 5) / snr), rel=0.02)
 
 
+def test_a_tenth_of_the_captions_is_left_empty() -> None:
+    seen = []
+
+    class Listener(torch.nn.Module):
+        def forward(self, noisy: torch.Tensor, _: object, ids: torch.Tensor) -> torch.Tensor:
+            seen.append(ids)
+            return noisy
+
+    loss = train_unet.NoiseLoss(Listener(), torch.zeros(77, dtype=torch.long))
+    ids = torch.arange(1, 5_001)[:, None].expand(-1, 77)
+    loss(torch.zeros(5_000, 4, 2, 2), ids, torch.Generator().manual_seed(0))
+    is_empty = (seen[0] == 0).all(dim=1)
+    assert torch.equal(seen[0][~is_empty], ids[~is_empty])
+    assert is_empty.float().mean().item() == pytest.approx(0.1, abs=0.015)
+
+
 def test_the_scripts_write_a_whole_model_that_loads(
     tmp_path: Path, logged_warnings: list[str]
 ) -> None:
