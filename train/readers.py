@@ -72,6 +72,10 @@ class Readers(Iterator[list[MicroBatch]]):
         # Steps that each was asked for, and those it has read: it counts them in shared memory.
         self._num_asked = np.zeros(num_workers, np.int64)
         self._num_read = np.frombuffer(mmap.mmap(-1, self._num_asked.nbytes), np.int64)
+        # Collecting garbage writes to every object that it looks at. After the fork that would
+        # copy them, whichever process does it, so these are left out of it until the end.
+        gc.collect()
+        gc.freeze()
         workers: list[_Worker] = []
         for number in range(num_workers):
             ours, theirs = context.Pipe()
@@ -167,8 +171,6 @@ def _serve(
     """Read what the training process asks for, until it closes the connection or ends."""
     for inherited in not_its_own:  # by which a connection would outlive the training process
         inherited.close()
-    # Garbage collection would write to every object of before the fork, and so copy it.
-    gc.freeze()
     # Ctrl-C and job managers signal this process too, and a run whose workers died cannot finish
     # its step: signals are for the training process.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -201,6 +203,7 @@ def _read(dataset: StepDataset, places: Places, place: int, request: Request) ->
 
 
 def _end(workers: list[_Worker]) -> None:
+    gc.unfreeze()
     for _, connection in workers:
         connection.close()
     for process, _ in workers:
