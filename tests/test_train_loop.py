@@ -610,9 +610,9 @@ def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path):
 def test_the_running_mean_of_a_long_run_is_quick():
     assert running_mean([1.0, 2.0, 6.0, 4.0], 2) == [1.0, 1.5, 4.0, 5.0]
     assert running_mean([], 3) == []
-    start_s = time.monotonic()
+    start_s = time.process_time()
     assert running_mean([2.0] * 300_000, 15_000)[-1] == 2
-    assert time.monotonic() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_the_run_leaves_these_files(tmp_path, store, model, draw_curve):
