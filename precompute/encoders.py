@@ -25,7 +25,9 @@ from precompute.device import TORCH_DTYPES
 from precompute.model import ModelParts, load_tokenizer, variant_of, weights_file
 from store_format.errors import PrebakeError
 
-# diffusers imports xformers, which stage 1 does not use: keep its banner and its faults out.
+# diffusers imports what stage 1 does not use: keep out the banner and the faults of xformers, and
+# what bitsandbytes says of 4-bit matrices.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 logging.getLogger("xformers").setLevel(logging.ERROR)
 try:
     importlib.import_module("xformers.ops")

@@ -59,6 +59,17 @@ def test_help_loads_neither_torch_nor_diffusers_and_is_quick(arguments: str) -> 
     assert min(times_s) < 0.5 * 2, "0.5 s on a quiet machine; twice that on a busy one"
 
 
+# What bitsandbytes says while diffusers or peft imports it, on processors with AVX-512 BF16 only.
+MISSING_KERNELS = "getLogger('bitsandbytes.backends.cpu.ops').warning('no gemm_4bit_forward')"
+
+
+@pytest.mark.parametrize("module", ["precompute.encoders", "train.loop", "sampling.sampler"])
+def test_libraries_say_nothing_while_they_are_imported(module: str) -> None:
+    program = f"import {module}; from logging import getLogger; {MISSING_KERNELS}"
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert (found.stdout, found.stderr) == (b"", b"")
+
+
 def cpu_s_of_children() -> float:
     """Processor time of the children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)

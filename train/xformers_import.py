@@ -4,11 +4,16 @@ diffusers imports xformers wherever it is installed. An xformers built for anoth
 then prints six lines on every start, and one that cannot be imported at all takes the
 U-Net down with it, even for a run that asked for another attention. So each module here
 that imports diffusers' models imports this one first.
+
+diffusers and peft import bitsandbytes too, wherever it is installed; what it then says of
+matrices in 4 bits, on some processors, is of no use here.
 """
 
 import importlib
 import logging
 import sys
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def _import_problem() -> str | None:
