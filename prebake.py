@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_LAZY_COMMANDS = {
+_COMMANDS = {  # in the order in which a person meets them
     "precompute": ("precompute.commands", "Bake captioned images into a store."),
     "train": ("train.commands", "Train a LoRA from a store, with only the U-Net in memory."),
     "sample": ("sampling.commands", "Draw prompts with a model and LoRA files, as a grid."),
     "demo": ("sampling.commands", "See a LoRA learn a new shape, in minutes, on a tiny model."),
     "store": ("store_format.commands", "Look into a store, check it, mend it, copy it."),
 }
-_LAZY_SUBCOMMANDS = {
+_SUBCOMMANDS_ELSEWHERE = {
     "store": {
         "repair": ("precompute.commands", "Mend a damaged store: encode anew what is unreadable."),
     },
@@ -65,35 +65,20 @@ class LaterCommand(click.Command):
         **extra: Any,
     ) -> click.Context:
         """Return the context of the real command."""
-        command: click.Command = getattr(importlib.import_module(self._module), self.name or "")
+        name = self.name or ""
+        command: click.Command = getattr(importlib.import_module(self._module), name)
+        if isinstance(command, click.Group):
+            for subname, (module, text) in _SUBCOMMANDS_ELSEWHERE.get(name, {}).items():
+                command.add_command(LaterCommand(subname, module, text))
         return command.make_context(info_name, args, parent, **extra)
 
 
 class FrontDoor(click.Group):
-    """A click group that loads its commands on use and turns users' mistakes into one line."""
+    """A click group that turns users' mistakes into one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order in which a person meets them."""
-        return [*_LAZY_COMMANDS, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, importing its module if need be."""
-        if cmd_name not in _LAZY_COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(
-            importlib.import_module(_LAZY_COMMANDS[cmd_name][0]), cmd_name
-        )
-        if isinstance(command, click.Group):
-            for name, (module, text) in _LAZY_SUBCOMMANDS.get(cmd_name, {}).items():
-                command.add_command(LaterCommand(name, module, text))
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
-        rows = [(name, text) for name, (_, text) in _LAZY_COMMANDS.items()]
-        rows += [(name, c.get_short_help_str(70)) for name, c in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        """Return the commands in their order, not by the alphabet."""
+        return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; a mistake or a full disk becomes one line and exit code 1."""
@@ -128,6 +113,10 @@ def cli() -> None:
     prebake precompute photos/ --model MODEL --out stores/photos
     prebake train stores/photos --model MODEL --out runs/first --max-steps 1000
     """
+
+
+for _name, (_module, _text) in _COMMANDS.items():
+    cli.add_command(LaterCommand(_name, _module, _text))
 
 
 def config_options(model: "type[BaseModel]") -> Callable[[Command], Command]:

@@ -76,6 +76,16 @@ def cpu_s_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [(["stor"], "store"), (["demmo"], "demo"), (["rnu"], "run"), (["store", "repiar"], "repair")],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(arguments: list[str], near: str) -> None:
+    found = invoke(*arguments)
+    assert found.exit_code == 2
+    assert f"No such command '{arguments[-1]}'. Did you mean '{near}'?" in found.output
+
+
 def test_the_front_help_lists_every_command_with_a_sentence() -> None:
     text = invoke("--help").output
     for name in ("precompute", "train", "sample", "store", "run", "demo"):
