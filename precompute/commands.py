@@ -8,6 +8,7 @@ import click
 from prebake import StopRequest, announce, config_options, resolve_model, validated
 from precompute.config import BakeConfig
 from store_format.errors import one_line
+from store_format.wording import counted
 
 
 @click.command()
@@ -78,8 +79,9 @@ def repair(
     )
     if outcome.num_damaged:
         click.echo(
-            f"encoded {outcome.num_images_encoded} images and {outcome.num_captions_encoded} "
-            f"captions, copied {outcome.num_rows_copied} healthy rows out of damaged shards"
+            f"encoded {counted(outcome.num_images_encoded, 'image')} and "
+            f"{counted(outcome.num_captions_encoded, 'caption')}, copied "
+            f"{counted(outcome.num_rows_copied, 'healthy row')} out of damaged shards"
         )
     for problem in outcome.problems:
         click.echo(one_line(f"not encoded: {problem.path}: {problem.detail}"))

@@ -23,6 +23,7 @@ from store_format.progress import Progress
 from store_format.salvage import Losses, forget_losses, lost_texts, restore_index
 from store_format.store import Store
 from store_format.verify import Damage, Finding, damaged_rows, find_damage
+from store_format.wording import counted
 from store_format.writer import StoreWriter
 
 MAX_PASSES = 3  # damage may hide behind damage: texts that are lost hide what is wrong elsewhere
@@ -92,7 +93,10 @@ def repair_store(
         if losses:
             say("to encode anew: all that the index has lost")
         elif must_encode:
-            say(f"to encode anew: {len(damage.sample_rows)} samples and {len(texts)} texts")
+            say(
+                f"to encode anew: {counted(len(damage.sample_rows), 'sample')} and "
+                f"{counted(len(texts), 'text')}"
+            )
         if must_encode:
             if images is None or model is None:
                 raise PrebakeError(
@@ -143,7 +147,7 @@ def _check_index(root: Folder, location: str) -> None:
 
 
 def _what_may_be_missing(losses: Losses, num_back: int, source: str, images: Path) -> str:
-    lost = "an unknown number of rows" if losses.commits else f"{losses.rows} rows"
+    lost = "an unknown number of rows" if losses.commits else counted(losses.rows, "row")
     return (
         f"warning: the index had lost {lost}; {num_back} are back, of source '{source}', from "
         f"{images}. If the store held other sources too, or images that are gone, bake those again."

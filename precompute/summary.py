@@ -13,6 +13,7 @@ from store_format.errors import one_line
 from store_format.folders import folder_of
 from store_format.index import LiveIndex
 from store_format.manifest import Manifest
+from store_format.wording import counted
 
 REPORT_NAME = "report.jsonl"
 MUCH_CROPPED = 0.5
@@ -75,7 +76,7 @@ def describe_plan(
     cropped = heavily_cropped(plan)
     if cropped:
         say(
-            f"  warning: {len(cropped)} images lose over half of themselves to the crop, such as "
+            f"  warning: the crop takes over half of {counted(len(cropped), 'image')}, such as "
             f"{cropped[0]}"
         )
     buckets: Counter[tuple[int, int]] = Counter(work.bucket_px for work in plan.samples())
@@ -89,7 +90,7 @@ def describe_plan(
         say(line)
     num_captions = len({work.image.caption for work in plan.samples()})
     say(
-        f"  {num_captions} different captions for {buckets.total()} images "
+        f"  {counted(num_captions, 'different caption')} for {counted(buckets.total(), 'image')} "
         f"({num_captions / buckets.total():.0%}); to encode: {num_captions_to_encode}"
     )
     num_bytes = bytes_to_write(plan, manifest, index)
@@ -156,28 +157,28 @@ def describe_summary(summary: Summary, config: BakeConfig, say: Callable[[str], 
     took = f" in {summary.seconds:.1f} s" if summary.num_images_encoded else ""
     took += f" ({rate:.2f} images/s)" if summary.num_images_encoded > 1 else ""
     say(
-        f"{summary.num_stored} samples written{by_others}, {plan.reused} unchanged, "
-        f"{len(plan.dropped)} dropped, {len(summary.problems)} files not stored; "
-        f"{summary.num_images_encoded} images and {summary.num_captions_encoded} captions encoded"
-        f"{took}"
+        f"{counted(summary.num_stored, 'sample')} written{by_others}, {plan.reused} unchanged, "
+        f"{len(plan.dropped)} dropped, {counted(len(summary.problems), 'file')} not stored; "
+        f"{counted(summary.num_images_encoded, 'image')} and "
+        f"{counted(summary.num_captions_encoded, 'caption')} encoded{took}"
     )
     for note in summary.notes:
         say(note)
     if summary.num_images_retried:
-        say(f"{summary.num_images_retried} images overflowed and were encoded in float32")
+        say(f"{counted(summary.num_images_retried, 'image')} overflowed, encoded again in float32")
     if summary.num_captions_taken_over:
-        say(f"{summary.num_captions_taken_over} captions were taken over from {config.reuse}")
+        say(f"{counted(summary.num_captions_taken_over, 'caption')} taken over from {config.reuse}")
     if summary.captions_cut:
         say(
-            f"warning: {len(summary.captions_cut)} captions were longer than the text encoder and "
-            f"were cut, such as {summary.captions_cut[0][:60]!r}..."
+            f"warning: {counted(len(summary.captions_cut), 'caption')} cut, longer than the text "
+            f"encoder takes, such as {summary.captions_cut[0][:60]!r}..."
         )
     if summary.num_stored:
         say(f"cropped away on average: {100 * average_crop(plan):.1f} % of an image")
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(summary.buckets.items()))
     if shown or not summary.interrupted:  # planning that was interrupted did not count them
-        total = summary.buckets.total()
-        say(f"{config.out} now holds {total} samples in buckets {shown or '(none)'}")
+        total = counted(summary.buckets.total(), "sample")
+        say(f"{config.out} now holds {total} in buckets {shown or '(none)'}")
     if summary.problems:
         say(f"not stored, see {folder_of(config.out).at(report_name(config))}:")
         for reason, count in sorted(Counter(p.reason.value for p in summary.problems).items()):

@@ -17,6 +17,7 @@ from store_format.errors import PrebakeError
 from store_format.index import Ints
 from store_format.rows import SampleRow
 from store_format.selection import Part, Rows, as_binary, bounds_of, differs_from_before
+from store_format.wording import counted
 
 ROWS_COMPARED_AT_ONCE = 1 << 14
 NUM_SHOWN = 3
@@ -39,9 +40,9 @@ def select_once(rows: Rows) -> Ints:
     num_clashes, shown = find_clashes(rows, chosen, rows, order[~is_first])
     if num_clashes:
         raise PrebakeError(
-            f"{num_clashes} samples differ between the stores: {shown}. If they are different "
-            f"pictures of one name, rename the source of one store with --rename; else leave one "
-            f"side out with 'prebake store subset'."
+            f"the stores differ in {counted(num_clashes, 'sample')}: {shown}. If they are "
+            f"different pictures of one name, rename the source of one store with --rename; else "
+            f"leave one side out with 'prebake store subset'."
         )
     return chosen
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from store_format.describe import describe_samples, describe_store, size
+from store_format.describe import describe_samples, describe_store
+from store_format.wording import counted, size
 
 if TYPE_CHECKING:
     from store_format.manifest import Layout
@@ -97,7 +98,10 @@ def verify(context: click.Context, store: str, full: bool, samples: bool) -> Non
         opened = open_store(store)
         shards = live_shards(opened)
         num_bytes = sum(file.bytes for shard in shards for file in shard.files)
-        checked = f"{len(shards)} shards with {len(opened)} samples, {size(num_bytes)}"
+        checked = (
+            f"{counted(len(shards), 'shard')} with {counted(len(opened), 'sample')}, "
+            f"{size(num_bytes)}"
+        )
     except DamagedStoreError:
         pass  # verify_store finds it again and names it
     if full:
@@ -166,9 +170,9 @@ def gc(store: str, dry_run: bool) -> None:
 
     found = find_garbage(store)
     counts = (
-        f"{len(found.dead)} shards without live rows, "
-        f"{len(found.sample_rows) + len(found.text_rows)} shards with some dead rows, "
-        f"{len(found.stray)} files that no commit lists"
+        f"{counted(len(found.dead), 'shard')} without live rows, "
+        f"{counted(len(found.sample_rows) + len(found.text_rows), 'shard')} with some dead rows, "
+        f"{counted(len(found.stray), 'file')} that no commit lists"
     )
     click.echo(f"{counts}: about {size(found.bytes)} of {store}")
     if dry_run or not found:
@@ -176,7 +180,7 @@ def gc(store: str, dry_run: bool) -> None:
     num_rows = sum(map(len, (*found.sample_rows.values(), *found.text_rows.values())))
     with Progress(num_rows, "rows", "copying live rows") as progress:
         collect_garbage(store, progress.advance)
-    click.echo(f"removed about {size(found.bytes)}, copied {num_rows} rows")
+    click.echo(f"removed about {size(found.bytes)}, copied {counted(num_rows, 'row')}")
 
 
 @store.command()
@@ -222,8 +226,8 @@ def _transfer(origin: str, target: str, *, is_pull: bool) -> None:
         done = run(origin, target, progress.advance)
     there = f"; {size(done.num_bytes_there)} were there" if done.num_bytes_there else ""
     click.echo(
-        f"{target} holds {done.num_samples} samples; copied {done.num_files} files, "
-        f"{size(done.num_bytes)}{there}"
+        f"{target} holds {counted(done.num_samples, 'sample')}; "
+        f"copied {counted(done.num_files, 'file')}, {size(done.num_bytes)}{there}"
     )
 
 
@@ -366,7 +370,8 @@ def _copy(parts: "Sequence[Part]", out: str, layout: "Layout", shard_size_mib: i
     if copied.num_repeated:
         remarks += f"; {copied.num_repeated} more were equal to one of these"
     seconds = time.monotonic() - start_s
-    click.echo(f"{out}: {copied.num_samples} samples, layout {layout}, in {seconds:.1f} s{remarks}")
+    num_samples = counted(copied.num_samples, "sample")
+    click.echo(f"{out}: {num_samples}, layout {layout}, in {seconds:.1f} s{remarks}")
     if copied.num_other_states:
         click.echo(
             f"note: {copied.num_other_states} states of captions were left out: the sources hold "

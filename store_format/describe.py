@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from store_format.wording import counted, size
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -31,9 +33,9 @@ def describe_store(store: "Store") -> Iterator[str]:
         yield _line("tensor", f"{spec.name}: {shape}, {spec.dtype}, one a {per}")
     yield ""
     num_samples, num_writers = len(set(store.sample_ids)), len({c.writer for c in index.commits})
-    yield _line("samples", f"{num_samples}, in {len(store)} variants")
-    yield _line("commits", f"{len(index.commits)}, by {num_writers} writers")
-    yield _line("superseded", f"{index.num_dead_rows} rows, which no reader sees")
+    yield _line("samples", f"{num_samples}, in {counted(len(store), 'variant')}")
+    yield _line("commits", f"{len(index.commits)}, by {counted(num_writers, 'writer')}")
+    yield _line("superseded", f"{counted(index.num_dead_rows, 'row')}, which no reader sees")
     num_texts, num_unique = _count_texts(store)
     if num_texts:
         ratio = f"{num_unique} different ones among {num_texts} ({num_unique / num_texts:.0%})"
@@ -42,7 +44,7 @@ def describe_store(store: "Store") -> Iterator[str]:
         yield _line(name, size(num_bytes))
     sources = dict(zip(store.sample_ids, index.sample_details["source"].to_pylist(), strict=True))
     for source, count in sorted(Counter(sources.values()).items()):
-        yield _line("source", f"{source}: {count} samples")
+        yield _line("source", f"{source}: {counted(count, 'sample')}")
     yield ""
     yield "  bucket (width x height)  variants"
     buckets = Counter((int(width), int(height)) for width, height in store.bucket_px)
@@ -177,13 +179,3 @@ def _tensors(
 
 def _line(name: str, value: str) -> str:
     return f"  {name:<15} {value}"
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -562,7 +562,7 @@ def test_a_sample_with_two_contents_is_an_error_that_says_what_differs(
 ):
     first = build_store(tmp_path / "a", before, SAMPLES)
     second = build_store(tmp_path / "b", after, [CLASHES[message], Sample("more.png")])
-    where = rf"1 samples differ .*: pictures/a.png of {tmp_path}/a and {tmp_path}/b "
+    where = rf"the stores differ in 1 sample: pictures/a.png of {tmp_path}/a and {tmp_path}/b "
     with pytest.raises(PrebakeError, match=where + message):
         copy(tmp_path / "new", after, first, second)
     assert not (tmp_path / "new").exists()
@@ -596,7 +596,7 @@ def test_all_clashes_are_counted_and_the_first_shown(tmp_path):
     changed = [Sample(f"{i}.png", weight=0.5) if i % 3 == 0 else s for i, s in enumerate(samples)]
     second = build_store(tmp_path / "b", "webdataset", changed)
     third = build_store(tmp_path / "c", "webdataset", [Sample("1.png", ["other"])])
-    with pytest.raises(PrebakeError, match="11 samples differ between the stores: ") as raised:
+    with pytest.raises(PrebakeError, match="the stores differ in 11 samples: ") as raised:
         copy(tmp_path / "new", "zarr", first, second, third)
     assert str(raised.value).count("pictures/") == 3
     assert "); ...." in str(raised.value)

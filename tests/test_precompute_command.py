@@ -280,9 +280,9 @@ class TestOutput:
             "      2  80 x 48  2",
             "  4 different captions for 5 images (80%); to encode: 4",
             f"  writes about {written / 2**20:.1f} MiB; N MiB are free",
-            "5 samples written, 0 unchanged, 0 dropped, 1 files not stored; "
+            "5 samples written, 0 unchanged, 0 dropped, 1 file not stored; "
             "4 images and 4 captions encoded in S s (R images/s)",
-            "warning: 1 captions were longer than the text encoder and were cut, such as "
+            "warning: 1 caption cut, longer than the text encoder takes, such as "
             f"{('cat ' * 90)[:60]!r}...",
             # 80x54 loses 6 of 54 rows: 2 of 5 images lose a ninth
             f"cropped away on average: {100 * 2 / 5 / 9:.1f} % of an image",
@@ -334,7 +334,7 @@ class TestOutput:
         assert result.exit_code == 0
         lines = result.output.splitlines()
         assert "out of memory: images are now encoded 1 at once" in lines
-        assert "2 images overflowed and were encoded in float32" in lines
+        assert "2 images overflowed, encoded again in float32" in lines
 
     def test_progress_is_plain_lines_where_there_is_no_terminal(
         self, images: Path, out: Path, monkeypatch: pytest.MonkeyPatch
@@ -381,4 +381,4 @@ def test_each_image_format_of_the_help_is_baked(tmp_path: Path, out: Path, suffi
     else:
         Image.fromarray(pixels(0)).save(folder / f"a.{suffix}")
     result = precompute(folder, out)
-    assert "1 samples written" in result.output, result.output
+    assert "1 sample written" in result.output, result.output

@@ -95,7 +95,7 @@ def test_processes_at_once_make_the_store_of_one(
     # a whole run after them finds nothing to do, and its scan drops nothing
     again = command(images, out, layout, servers[0].model, "")
     assert servers[0].run(again) == 0
-    assert "0 samples written, 30 unchanged, 0 dropped, 1 files not stored" in (
+    assert "0 samples written, 30 unchanged, 0 dropped, 1 file not stored" in (
         servers[0].log.read_text()
     )
 

@@ -13,8 +13,9 @@ from store_builders import LAYOUTS, Sample, bring_to, build_store, numbers
 
 from prebake import cli
 from store_format import open_store
-from store_format.describe import bytes_by_kind, size
+from store_format.describe import bytes_by_kind
 from store_format.verify import store_hash
+from store_format.wording import size
 
 WIDE = (96, 48)
 SAMPLES = [
@@ -52,7 +53,7 @@ def test_inspect_tells_what_a_store_is_and_holds(root):
         "tensor encoder_hidden_states: 7 x 6, float16, one a text",
         "samples 4, in 5 variants",
         "captions 3 different ones among 7 (43%)",
-        "source others: 1 samples",
+        "source others: 1 sample",
         "source pictures: 3 samples",
         "64 x 64 3",
         "96 x 48 2",
@@ -288,7 +289,7 @@ def test_merge_renames_the_source_of_a_store(root, tmp_path):
     build_store(more, "zarr", [Sample("ü b.jpg", ["no"], image=1), Sample("d1/a.png", ["no"])])
     arguments = ["merge", root, more, "--out", tmp_path / "all", "--to", "webdataset"]
     output = prebake(*arguments, code=1)
-    assert output.startswith("Error: 2 samples differ between the stores: pictures/")
+    assert output.startswith("Error: the stores differ in 2 samples: pictures/")
     assert output.count("\n") == 1
     output = prebake(*arguments, "--rename", f"{more}=new")
     assert f"{tmp_path}/all: 6 samples, layout webdataset, in " in output
@@ -321,7 +322,7 @@ def test_subset_copies_what_a_condition_selects(root, tmp_path):
     where = "bucket == '96x48' and source like 'pict%'"
     output = prebake("subset", root, "--where", where, "--out", tmp_path / "new")
     layout = open_store(root).manifest.layout
-    assert re.fullmatch(rf"\S+/new: 1 samples, layout {layout}, in \d+\.\d s\n", output)
+    assert re.fullmatch(rf"\S+/new: 1 sample, layout {layout}, in \d+\.\d s\n", output)
     [row] = open_store(tmp_path / "new").index.iter_samples()
     assert (row.source, row.path) == ("pictures", "d2/a.png")
     assert prebake("verify", tmp_path / "new", "--full").endswith("nothing is wrong\n")
@@ -372,11 +373,3 @@ def test_help_shows_an_example_and_loads_nothing_heavy(command):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.endswith("[]\n")
     assert f"\n  prebake store {command} " in run.stdout
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (1 << 41, "2.0 TiB")],
-)
-def test_sizes_are_as_people_read_them(num_bytes, text):
-    assert size(num_bytes) == text

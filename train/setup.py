@@ -15,6 +15,7 @@ from store_format.index import counted_keys, id_bytes, list_values
 from store_format.manifest import Manifest, TensorSpec
 from store_format.store import Store, open_store
 from store_format.verify import live_shards, verify_store
+from store_format.wording import counted
 from train.config import MAY_CHANGE, TrainConfig
 from train.loader import Samples
 from train.order import BatchShape, Blocks, Order
@@ -186,14 +187,15 @@ def describe(setup: RunSetup, config: TrainConfig, say: Callable[[str], None]) -
     counts = np.bincount(setup.samples.bucket_of).tolist()
     by_bucket = sorted(zip(setup.samples.distinct_buckets, counts, strict=True))
     shown = ", ".join(f"{width}x{height}: {n}" for (width, height), n in by_bucket)
-    say(f"store: {config.store}, {len(setup.samples)} samples in buckets {shown}")
+    say(f"store: {config.store}, {counted(len(setup.samples), 'sample')} in buckets {shown}")
     num_ranks = setup.settings["world_size"]
     effective = config.batch_size * config.gradient_accumulation * num_ranks
     ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
     say(
-        f"steps: {setup.total_steps} of up to {effective} samples (batch {config.batch_size} x "
-        f"accumulation {config.gradient_accumulation}{ranks}); {setup.order.steps_per_epoch} an "
-        f"epoch, {setup.total_steps / setup.order.steps_per_epoch:.1f} epochs"
+        f"steps: {setup.total_steps} of up to {counted(effective, 'sample')} "
+        f"(batch {config.batch_size} x accumulation {config.gradient_accumulation}{ranks}); "
+        f"{setup.order.steps_per_epoch} an epoch, "
+        f"{setup.total_steps / setup.order.steps_per_epoch:.1f} epochs"
     )
     blocks = setup.order.blocks
     limit_bytes = setup.store.root.cache_limit_bytes
@@ -203,12 +205,12 @@ def describe(setup: RunSetup, config: TrainConfig, say: Callable[[str], None]) -
     if blocks is not None:
         num_blocks = blocks.of_shards(config.seed, epoch=0).max() + 1
         say(
-            f"order: {len(blocks.names)} shards in {num_blocks} blocks of up to "
-            f"{config.order_block_mib} MiB; samples are shuffled within a block"
+            f"order: {counted(len(blocks.names), 'shard')} in {counted(num_blocks, 'block')} "
+            f"of up to {config.order_block_mib} MiB; samples are shuffled within a block"
         )
     say(
         f"learning rate: {config.learning_rate:g}, {config.lr_scheduler}, "
-        f"{config.warmup_steps} warm-up steps; {config.optimizer}"
+        f"{counted(config.warmup_steps, 'warm-up step')}; {config.optimizer}"
     )
     if config.warmup_steps >= setup.total_steps:
         say(f"warning: all {setup.total_steps} steps are warm-up; the rate never gets to its peak")
