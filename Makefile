@@ -34,7 +34,7 @@ lint: $(INSTALLED)  ## check style, format and types
 	@$(BIN)/mypy
 
 bench: $(INSTALLED)  ## run tests/benchmarks; each prints JSON lines
-	@set -e; for script in $(sort $(wildcard tests/benchmarks/*.py)); do $(BIN)/python "$$script"; done
+	@set -e; for script in $(filter-out %/common.py,$(sort $(wildcard tests/benchmarks/*.py))); do $(BIN)/python "$$script"; done
 
 bundled: $(INSTALLED)  ## draw the bundled pictures and train the bundled model again (1 1/2 hours)
 	@$(BIN)/python examples/make_pictures.py --out examples/bundled/pictures
