@@ -22,22 +22,21 @@ Spot = tuple[str, int, int]  # of a tensor: its file, relative to the store; its
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tensors of sample rows, or of text rows, lie: one after the other in flat lists."""
+    """Where the tensors of sample rows, or of text rows, lie: one after the other in flat lists.
+
+    The lists are memoryviews, out of which single numbers come five times as fast as out of arrays.
+    """
 
     files: list[list[str]]  # [S][K] the file of each tensor in each shard
-    shard: NDArray[np.int32]  # [rows] position in `files`
-    starts: NDArray[np.int32]  # [rows + 1] where a row begins in the lists
-    offsets: Ints  # [tensors of all rows] bytes
-    crc32c: NDArray[np.uint32]  # [tensors of all rows]
+    shard: memoryview  # [rows] i32 position in `files`
+    starts: memoryview  # [rows + 1] i32 where a row begins in the lists
+    offsets: memoryview  # [tensors of all rows] i64 bytes
+    crc32c: memoryview  # [tensors of all rows] u32
 
-    def of(self, row: int, first: int, num: int) -> list[Spot]:
-        """Return where tensors `first` to `first + num - 1` of a row lie."""
-        files = self.files[self.shard.item(row)]
-        start = self.starts.item(row) + first
-        return [
-            (files[k], self.offsets.item(start + k), self.crc32c.item(start + k))
-            for k in range(num)
-        ]
+    def of(self, row: int, first: int, k: int) -> Spot:
+        """Return where tensor `first + k` of a row lies, in the k-th file of the shard."""
+        at = self.starts[row] + first + k
+        return self.files[self.shard[row]][k], self.offsets[at], self.crc32c[at]
 
 
 def file_of(manifest: Manifest, shard: str, spec: TensorSpec) -> str:
@@ -104,10 +103,10 @@ def _places(manifest: Manifest, table: pa.Table, specs: Iterable[TensorSpec]) ->
     names, codes = shard_codes(table)
     return Places(
         [[file_of(manifest, name, spec) for spec in specs] for name in names],
-        codes,
-        list_starts(table["offsets"]),
-        list_values(table["offsets"]),
-        list_values(table["crc32c"]),
+        codes.data,
+        list_starts(table["offsets"]).data,
+        list_values(table["offsets"]).data,
+        list_values(table["crc32c"]).data,
     )
 
 
@@ -143,13 +142,13 @@ def _check_inside(
         first: the first of the K tensors in each, [N] or the same in all.
         row_bytes: [N or 1, K].
     """
-    shard = places.shard[rows]
-    position = places.starts[rows] + first
+    shard, starts, all_offsets = map(np.asarray, (places.shard, places.starts, places.offsets))
+    shard, position = shard[rows], starts[rows] + first
     for k, num_bytes in enumerate(row_bytes.T):
         paths = [files[k] for files in places.files]
         stated = [index.files[path].bytes if path in index.files else -1 for path in paths]
         size = np.array(stated, np.int64)[shard]
-        offsets = places.offsets[position + k]
+        offsets = all_offsets[position + k]
         outside = (offsets < 0) | (num_bytes > MAX_ROW_BYTES) | (offsets > size - num_bytes)
         if outside.any():
             raise DamagedStoreError(

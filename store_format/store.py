@@ -76,6 +76,9 @@ class _Tensor(NamedTuple):
     num_bytes: int
 
 
+_At = tuple[Places, int, int]  # where a row's tensors lie: its row there, and the first of them
+
+
 class Store:
     """One store at one commit. Rows are 0 to len(store) - 1, sorted by (sample_id, variant).
 
@@ -144,12 +147,11 @@ class Store:
 
     def num_texts(self, row: int) -> int:
         """Return the number of texts of a row's sample."""
-        return self._text_starts.item(row + 1) - self._text_starts.item(row)
+        return self._text_starts[row + 1] - self._text_starts[row]
 
     def bucket_of(self, row: int) -> tuple[int, int]:
         """Return the bucket of a row: (width, height)."""
-        buckets, bucket_of_row = self.index.bucket_codes
-        return buckets[bucket_of_row.item(row)]
+        return self.index.bucket_codes[0][self._bucket_codes[row]]
 
     def rows_by_bucket(self) -> dict[tuple[int, int], NDArray[np.int64]]:
         """Return the rows of each bucket (width, height), by bucket."""
@@ -158,10 +160,11 @@ class Store:
 
     def files_of(self, row: int) -> set[str]:
         """Return the files that hold the tensors of a row and of its texts."""
-        spots = self._variant_spots(row)
-        for text in range(EMPTY_PROMPT, self.num_texts(row)):
-            spots += self._text_spots(row, text)
-        return {path for path, _, _ in spots}
+        variant = (self._samples, row, 0)
+        texts = (self._text_at(row, text) for text in range(EMPTY_PROMPT, self.num_texts(row)))
+        found = [(variant, k) for k in range(self._num_variant_tensors)]
+        found += [(at, k) for at in texts for k in range(len(self._text_tensors))]
+        return {places.of(row, first, k)[0] for (places, row, first), k in found}
 
     def fetch(self, path: str) -> None:
         """Bring one of the store's files to this machine, as `read` would, to be read soon.
@@ -208,22 +211,22 @@ class Store:
             ValueError: the rows are of several buckets, or `texts` are not as many as they.
         """
         bucket, requests = self._check_request(rows, texts)
-        variants = [self._variant_spots(row) for row, _ in requests]
-        states = [self._text_spots(row, text) for row, text in requests]
-        batch = self._read_spots(self._tensors_of(bucket), variants, allocate)
-        batch.update(self._read_spots(self._text_tensors, states, allocate))
+        variants = [(self._samples, row, 0) for row, _ in requests]
+        states = [self._text_at(row, text) for row, text in requests]
+        batch = self._read_all(self._tensors_of(bucket), variants, allocate)
+        batch.update(self._read_all(self._text_tensors, states, allocate))
         return batch
 
     def read_variant(self, row: int) -> dict[str, np.ndarray]:
         """Read the variant tensors of one row: for each [*row_shape]."""
-        batch = self._read_spots(self._tensors_of(self.bucket_of(row)), [self._variant_spots(row)])
+        batch = self._read_all(self._tensors_of(self.bucket_of(row)), [(self._samples, row, 0)])
         return {name: array[0] for name, array in batch.items()}
 
     def read_texts(self, row: int) -> list[dict[str, np.ndarray]]:
         """Read all texts of one row: for each its text tensors [*row_shape]."""
-        spots = [self._text_spots(row, text) for text in range(self.num_texts(row))]
-        batch = self._read_spots(self._text_tensors, spots)
-        return [{name: batch[name][i] for name in batch} for i in range(len(spots))]
+        texts = [self._text_at(row, text) for text in range(self.num_texts(row))]
+        batch = self._read_all(self._text_tensors, texts)
+        return [{name: batch[name][i] for name in batch} for i in range(len(texts))]
 
     def read_empty_text(self) -> dict[str, np.ndarray]:
         """Read the states of the empty prompt: for each text tensor [*row_shape]."""
@@ -231,8 +234,7 @@ class Store:
 
     def read_text(self, text_key: str) -> dict[str, np.ndarray]:
         """Read a text of the text rows by its key: for each text tensor [*row_shape]."""
-        spots = self._texts.of(self._text_row_of(text_key), 0, len(self._text_tensors))
-        batch = self._read_spots(self._text_tensors, [spots])
+        batch = self._read_all(self._text_tensors, [(self._texts, self._text_row_of(text_key), 0)])
         return {name: array[0] for name, array in batch.items()}
 
     def _check_request(
@@ -243,32 +245,27 @@ class Store:
         chosen = np.zeros(at.shape, np.int64) if texts is None else np.asarray(texts, np.int64)
         if at.ndim != 1 or not at.size or at.shape != chosen.shape:
             raise ValueError(f"expected B > 0 rows and B texts, got {at.shape} and {chosen.shape}")
-        num_rows = len(self)
+        num_rows, text_starts, bucket_codes = len(self), self._text_starts, self._bucket_codes
         requests = list(zip(at.tolist(), chosen.tolist(), strict=True))
-        buckets = set()
+        codes = set()
         for row, text in requests:
             if not 0 <= row < num_rows:
                 raise IndexError(f"row {row} asked for; {self.root} has rows 0 to {num_rows - 1}")
-            if not -1 <= text < self.num_texts(row):
+            if not -1 <= text < text_starts[row + 1] - text_starts[row]:
                 num_texts = self.num_texts(row)
                 raise IndexError(f"text {text} of row {row} asked for; there are {num_texts}")
-            buckets.add(self.bucket_of(row))
-        if len(buckets) > 1:
+            codes.add(bucket_codes[row])
+        if len(codes) > 1:
             raise ValueError(f"rows {at.tolist()} are not of one bucket")
-        return buckets.pop(), requests
+        return self.bucket_of(requests[0][0]), requests
 
-    def _variant_spots(self, row: int) -> list[Spot]:
-        """Return where the variant tensors of a row lie."""
-        return self._samples.of(row, 0, self._num_variant_tensors)
-
-    def _text_spots(self, row: int, text: int) -> list[Spot]:
+    def _text_at(self, row: int, text: int) -> _At:
         """Return where the tensors of a row's text lie; those of the empty prompt for -1."""
-        num = len(self._text_tensors)
         if text == EMPTY_PROMPT:
-            return self._texts.of(self._empty_text_row, 0, num)
+            return self._texts, self._empty_text_row, 0
         if self._texts_inline:
-            return self._samples.of(row, self._num_variant_tensors + text * num, num)
-        return self._texts.of(self._text_rows.item(self._text_starts.item(row) + text), 0, num)
+            return self._samples, row, self._num_variant_tensors + text * len(self._text_tensors)
+        return self._texts, self._text_rows[self._text_starts[row] + text], 0
 
     def _tensors_of(self, bucket: tuple[int, int]) -> list[_Tensor]:
         """Return the variant tensors of a row of a bucket."""
@@ -277,19 +274,16 @@ class Store:
             self._variant_tensors[bucket] = _tensors(self.manifest.variant_tensors, cells)
         return self._variant_tensors[bucket]
 
-    def _read_spots(
-        self,
-        tensors: Sequence[_Tensor],
-        spots: Sequence[Sequence[Spot]],
-        allocate: Allocate = new_memory,
+    def _read_all(
+        self, tensors: Sequence[_Tensor], rows: Sequence[_At], allocate: Allocate = new_memory
     ) -> dict[str, np.ndarray]:
-        """Read K tensors of B rows from `spots` [B][K]: for each an array [B, *row_shape]."""
+        """Read K tensors of B rows: for each an array [B, *row_shape]."""
         batch: dict[str, np.ndarray] = {}
         for k, (name, dtype, shape, num_bytes) in enumerate(tensors):
-            data = allocate(len(spots) * num_bytes).reshape(len(spots), num_bytes)
-            for out, of_row in zip(data, spots, strict=True):
-                self._read_tensor(name, of_row[k], out)
-            batch[name] = data.view(dtype).reshape(len(spots), *shape)
+            data = allocate(len(rows) * num_bytes).reshape(len(rows), num_bytes)
+            for out, (places, row, first) in zip(data, rows, strict=True):
+                self._read_tensor(name, places.of(row, first, k), out)
+            batch[name] = data.view(dtype).reshape(len(rows), *shape)
         return batch
 
     def _read_tensor(self, name: str, spot: Spot, out: NDArray[np.uint8]) -> None:
@@ -297,7 +291,7 @@ class Store:
         path, offset, crc = spot
         try:
             file = self._files.get(path) or self._open(path)
-            num_bytes = os.preadv(file.descriptor, (out.data,), offset)
+            num_bytes = os.preadv(file.descriptor, (out,), offset)  # type: ignore[arg-type]
         except OSError as error:
             raise self._damage(path, f"it cannot be read ({error.strerror or error})") from None
         if num_bytes != len(out):
@@ -329,7 +323,8 @@ class Store:
             f"Let 'prebake precompute' complete the store."
         )
 
-    # What reads need, as views of the index; made on first use.
+    # What reads need, as views of the index; made on first use. Where single numbers are wanted it
+    # is a memoryview, out of which they come five times as fast as out of an array.
 
     @cached_property
     def _samples(self) -> Places:
@@ -340,15 +335,19 @@ class Store:
         return text_places(self.manifest, self.index)
 
     @cached_property
-    def _text_rows(self) -> NDArray[np.int32]:
+    def _text_rows(self) -> memoryview:
         """The text row of each text of each sample, where samples do not carry their texts."""
         if self.manifest.texts_inline:
-            return np.zeros(0, np.int32)
-        return text_rows_of_texts(self.index)
+            return np.zeros(0, np.int32).data
+        return text_rows_of_texts(self.index).data
 
     @cached_property
-    def _text_starts(self) -> NDArray[np.int32]:
-        return list_starts(self.index.samples["text_keys"])
+    def _text_starts(self) -> memoryview:
+        return list_starts(self.index.samples["text_keys"]).data
+
+    @cached_property
+    def _bucket_codes(self) -> memoryview:
+        return self.index.bucket_codes[1].data
 
     @cached_property
     def _text_weights(self) -> NDArray[np.float64]:
